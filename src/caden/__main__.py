@@ -1,0 +1,3 @@
+from caden.cli import main
+
+main()

@@ -1,0 +1,207 @@
+"""The command line: parse, call, print. Exit code 0 is done, 1 a failed run, 2 bad input."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from caden import data, schedules
+from caden.config import Experiment, experiment, parse
+from caden.errors import CadenError, RunError, choose
+from caden.graphs import GRAPHS
+from caden.history import Result, RunDirectory
+from caden.methods import METHODS
+from caden.problems import PROBLEMS
+from caden.solvers import SOLVERS
+
+app = typer.Typer(
+    help="Decentralized optimization: agents on a graph train one model together without a server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="Data sets: list and fetch.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+def _clean(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _clean(v) for k, v in value.items()}
+    return [_clean(v) for v in value] if isinstance(value, list) else value
+
+
+def _show(result: Result, config: Experiment, as_json: bool) -> None:
+    """Print what a run gave."""
+    summary = result.summary()
+    if as_json:
+        whole = {
+            "summary": summary,
+            "history": result.rows,
+            "config": config.model_dump(exclude_none=True),
+            "directory": str(result.directory) if result.directory else None,
+        }
+        print(json.dumps(_clean(whole)))
+        return
+    table = Table(
+        title=f"{config.method['name']} on {config.problem.get('data', config.problem['name'])}", min_width=44
+    )
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    if "accuracy" in summary:
+        table.add_row("final mean accuracy", f"{summary['accuracy']:.2%}")
+        table.add_row("best mean accuracy", f"{summary['best_accuracy']:.2%}")
+    if summary.get("target") is not None:
+        rounds, sent = summary["rounds_to_target"], summary["communications_to_target"]
+        table.add_row(f"rounds to {summary['target']:.0%}", "not reached" if rounds is None else f"{rounds}")
+        table.add_row(f"communications to {summary['target']:.0%}", "not reached" if sent is None else f"{sent:,}")
+    for key, name, form in (
+        ("objective", "sum of local losses", ".6g"),
+        ("relative_error", "relative error", ".3e"),
+        ("consensus", "distance from consensus", ".3e"),
+        ("dual_sum", "norm of the sum of duals", ".3e"),
+        ("round", "rounds", ","),
+        ("communications", "communications", ","),
+        ("gradients", "gradient evaluations", ","),
+        ("rejected", "rejected trial points", ","),
+        ("seconds", "seconds (without metrics)", ".2f"),
+    ):
+        if summary.get(key) is not None:
+            table.add_row(name, format(summary[key], form))
+    console = Console()
+    console.print(table)
+    if result.directory:
+        console.print(f"run directory: {result.directory}", soft_wrap=True)
+        if (result.directory / "curves.png").exists():
+            console.print(f"picture: {result.directory / 'curves.png'}", soft_wrap=True)
+
+
+def _carry_out(config: Experiment, directory: Path | None, resume: bool, as_json: bool) -> None:
+    """Run, and show also what a failed run recorded."""
+    try:
+        result = config.run(directory, resume)
+    except RunError as error:
+        if error.result is not None and as_json:
+            _show(error.result, config, as_json)
+        raise
+    _show(result, config, as_json)
+
+
+@app.command()
+def run(
+    file: Annotated[Path | None, typer.Argument(metavar="[EXPERIMENT.toml]")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; by default a new one under runs/.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run an experiment; without a file the paper's setting on the embedded digits."""
+    config = experiment(file, settings or [])
+    if out is None:
+        what = config.problem.get("data", config.problem["name"])
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+        out = Path("runs") / f"{config.method['name']}-{what}-{stamp}".replace(":", ".").replace("/", ".")
+    elif out.exists():
+        raise CadenError(f"{out} exists already; choose another directory, or resume that run.")
+    _carry_out(config, out, False, as_json)
+
+
+@app.command()
+def resume(directory: Annotated[Path, typer.Argument(metavar="RUN")], as_json: Json = False) -> None:
+    """Go on with an interrupted run; it ends in the same bytes as one that was not interrupted."""
+    file = directory / "config.toml"
+    if not file.is_file():
+        raise CadenError(f"{directory} is not a run directory: it has no config.toml.")
+    config = experiment(file, defaults=parse(file.read_text(), str(file)))
+    if RunDirectory(directory).weights.exists():
+        raise CadenError(f"{directory} is complete; there is nothing to resume.")
+    _carry_out(config, directory, True, as_json)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "methods": METHODS,
+    "problems": PROBLEMS,
+    "graphs": GRAPHS,
+    "solvers": SOLVERS,
+    "schedules": schedules.SCHEDULES,
+    "partitions": data.PARTITIONS,
+    "data": data.DATASETS,
+}
+
+
+def _about(thing: str | Callable[..., Any]) -> tuple[str, str]:
+    """Parameters and first line of the documentation."""
+    if isinstance(thing, str):
+        return "", thing
+    hidden = ("dtype", "device")
+    parameters = [
+        name if p.default is p.empty else f"{name}={p.default!r}"
+        for name, p in inspect.signature(thing).parameters.items()
+        if name not in hidden
+    ]
+    return ", ".join(parameters), (inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " ")
+
+
+@app.command("list")
+def list_(kind: Annotated[str, typer.Argument(metavar="[KIND]")] = "all", as_json: Json = False) -> None:
+    """List methods, problems, graphs, solvers, schedules, partitions or data."""
+    kinds = list(KINDS) if kind == "all" else [choose("kind", kind, KINDS)]
+    found = {k: {name: _about(thing) for name, thing in sorted(KINDS[k].items())} for k in kinds}
+    if as_json:
+        listed = {
+            k: {n: {"parameters": p, "about": a} for n, (p, a) in entries.items()} for k, entries in found.items()
+        }
+        print(json.dumps(listed))
+        return
+    console = Console()
+    for title, entries in found.items():
+        table = Table("name", "what it is", title=title, title_justify="left", expand=True, show_lines=True)
+        for name, (parameters, about) in entries.items():
+            table.add_row(name, about + (f"\n[dim]{parameters}[/dim]" if parameters else ""))
+        console.print(table)
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """List the data sets and whether they are on this machine."""
+    table = Table("name", "what it is", "here")
+    for name, about in data.DATASETS.items():
+        here = name == "digits" or (data.cache_folder() / name).is_dir()
+        table.add_row(name, about, "yes" if here else "no")
+    Console().print(table)
+
+
+@data_app.command("fetch")
+def data_fetch(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -> None:
+    """Fetch data sets and check them."""
+    for name in names:
+        files = data.fetch_data(name)
+        Console().print(f"{name}: {files[0].parent if files else 'comes with scikit-learn'}", soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point: errors are one line on standard error."""
+    try:
+        app()
+    except CadenError as error:
+        print(f"caden: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RunError as error:
+        print(f"caden: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("caden: interrupted.", file=sys.stderr)
+        sys.exit(1)

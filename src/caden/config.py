@@ -1,0 +1,220 @@
+"""An experiment as a TOML file: the same names and values that the Python functions take.
+
+rounds = 100
+participation = 0.5
+[method]
+name = "caden"
+mu_z = 0.3
+[problem]
+data = "mnist"
+[graph]
+name = "ring"
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from caden import schedules
+from caden.core import Method, Problem
+from caden.errors import CadenError, choose
+from caden.graphs import GRAPHS, Graph
+from caden.history import Result, device_of
+from caden.methods import METHODS
+from caden.problems import PROBLEMS
+from caden.run import Warmup, simulate
+
+REGISTRIES: dict[str, dict[str, Callable[..., Any]]] = {"method": METHODS, "problem": PROBLEMS, "graph": GRAPHS}
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+# The paper's setting (20 agents, 37 edges, two layers without biases, 5 local steps, warm-up) on embedded data.
+DEFAULTS: dict[str, Any] = {
+    "method": {"name": "caden"},
+    "problem": {"name": "classification", "data": "digits", "agents": 20},
+    "graph": {"name": "erdos_renyi", "p": 0.2, "edges": 37},
+    "warmup": {"steps": 20, "step_size": 0.1},
+    "target": 0.93,
+}
+
+
+class Experiment(BaseModel):
+    """Everything that determines a run."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    rounds: int = 100
+    seed: int = 0
+    participation: float | list[float] | dict[str, Any] = 1.0
+    local_steps: int | list[int] | dict[str, Any] = 5
+    target: float | None = None
+    stop_at_target: bool = False
+    tolerance: float | None = None
+    record_every: int = 1
+    checkpoint_every: int = 25
+    device: str = "cpu"
+    dtype: str | None = None
+    deterministic: bool = False
+    method: dict[str, Any] = {}
+    problem: dict[str, Any] = {}
+    graph: dict[str, Any] = {}
+    warmup: dict[str, Any] = {}
+
+    def to_toml(self) -> str:
+        """The experiment as text; unset values are left out."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+    def build(self) -> tuple[Method, Problem, Graph]:
+        """Make the method, the problem and the graph; what was chosen by measuring is written back."""
+        dtype = {} if self.dtype is None else {"dtype": DTYPES[choose("dtype", self.dtype, DTYPES)]}
+        shared = {"seed": self.seed, "device": str(device_of(self.device)), **dtype}
+        if self.deterministic:
+            shared["batching"] = "loop"
+        method: Method = _make("method", self.method, {})
+        problem: Problem = _make("problem", self.problem, shared)
+        graph: Graph = _make("graph", self.graph, {"agents": problem.agents, "seed": self.seed})
+        chosen = getattr(problem, "batching", None)
+        if chosen is not None and not self.deterministic:
+            self.problem = {**self.problem, "batching": chosen}
+        return method, problem, graph
+
+    def run(self, directory: Path | None = None, resume: bool = False, **options: Any) -> Result:
+        """Build and simulate."""
+        method, problem, graph = self.build()
+        return simulate(
+            method,
+            problem,
+            graph,
+            self.rounds,
+            participation=schedules.from_spec(self.participation),
+            local_steps=schedules.from_spec(self.local_steps),
+            seed=self.seed,
+            warmup=self.warmup or None,
+            record_every=self.record_every,
+            target=self.target,
+            stop_at_target=self.stop_at_target,
+            tolerance=self.tolerance,
+            deterministic=self.deterministic,
+            checkpoint_every=self.checkpoint_every,
+            config=self.to_toml(),
+            directory=directory,
+            resume=resume,
+            **options,
+        )
+
+
+def parse(text: str, source: str = "the experiment") -> dict[str, Any]:
+    """TOML text as a dictionary, or one clear line."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise CadenError(f"{source} is not valid TOML: {error}.") from None
+
+
+def assign(table: dict[str, Any], setting: str) -> None:
+    """Apply `key.key=value`; the value is read as TOML, else as a plain string."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise CadenError(f"`--set` takes key=value, got {setting!r}.")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *path, last = key.strip().split(".")
+    for part in path:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise CadenError(f"`--set {setting}`: {part} is not a table.")
+    table[last] = value
+
+
+def experiment(
+    path: Path | None = None, settings: list[str] | tuple[str, ...] = (), defaults: Mapping[str, Any] = DEFAULTS
+) -> Experiment:
+    """An experiment from a file (or none) and `key=value` settings, over the default one."""
+    given: dict[str, Any] = {}
+    if path is not None:
+        try:
+            given = parse(path.read_text(), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise CadenError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
+    for setting in settings:
+        assign(given, setting)
+    for key in given:
+        _known("key", key, Experiment.model_fields)
+    merged = {k: dict(v) if isinstance(v, dict) else v for k, v in defaults.items()}
+    for key, value in given.items():
+        table = merged.get(key)
+        if isinstance(table, dict) and isinstance(value, dict):
+            # Another name brings its own parameters: the defaults' parameters belong to the default name.
+            same = value.get("name", table.get("name")) == table.get("name")
+            kept = table if same else {k: table[k] for k in ("agents",) if k in table}
+            merged[key] = {**kept, **value}
+        else:
+            merged[key] = value
+    try:
+        found = Experiment.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
+        raise CadenError(f"`{first['loc'][0]}` ({where}): {first['msg']}, got {first['input']!r}.") from None
+    for name in found.warmup:
+        _known("key", name, Warmup._fields, "warmup.")
+    for kind, registry in REGISTRIES.items():
+        _factory(kind, getattr(found, kind), registry)
+    return found
+
+
+def _known(kind: str, name: str, known: Any, prefix: str = "") -> None:
+    if name not in known:
+        choose(kind, prefix + name, [prefix + k for k in known])
+
+
+def load_object(name: str) -> Any:
+    """The object behind "module:name"; modules in the current folder count."""
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise CadenError(f"Cannot load {name!r}: {error}.") from None
+
+
+def _factory(kind: str, table: dict[str, Any], registry: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """The function that a table names, after checking that it knows all the table's keys."""
+    name = table.get("name")
+    if not isinstance(name, str):
+        raise CadenError(f"`{kind}.name` is missing: {', '.join(sorted(registry))}, or module:function.")
+    factory = load_object(name) if ":" in name else registry[choose(kind, name, registry)]
+    parameters = inspect.signature(factory).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for key in table:
+            if key != "name":
+                _known("key", key, list(parameters), f"{kind}.")
+    return factory
+
+
+def _make(kind: str, table: dict[str, Any], shared: dict[str, Any]) -> Any:
+    """Call the named function with the table's values, and with shared ones that it takes and the table leaves out."""
+    factory = _factory(kind, table, REGISTRIES[kind])
+    parameters = inspect.signature(factory).parameters
+    arguments = {k: v for k, v in shared.items() if k in parameters}
+    arguments |= {k: v for k, v in table.items() if k != "name" and not (k == "agents" and kind == "graph")}
+    if isinstance(arguments.get("model"), str) and ":" in arguments["model"]:
+        arguments["model"] = load_object(arguments["model"])
+    if isinstance(arguments.get("dtype"), str):
+        arguments["dtype"] = DTYPES[choose("dtype", arguments["dtype"], DTYPES)]
+    try:
+        return factory(**arguments)
+    except TypeError as error:
+        raise CadenError(f"`{kind}` {table['name']!r}: {error}.") from None

@@ -1,0 +1,156 @@
+"""The contract: what a method sees in a round, and what methods, problems and local solvers are.
+
+One idea carries the library: *rows are agents*. Every per-agent quantity is a tensor of shape ``(k, d)`` with one row
+per agent that this process hosts (``k = m`` in the simulator). A method is written once, on rows, and meets the other
+agents only through the operators of its `Round`; whether those are sums in memory or messages on a wire is the
+network's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from caden.graphs import Graph
+
+
+class Edges(NamedTuple):
+    """The edges between hosted agents; edge e joins rows `first[e]` < `second[e]`."""
+
+    first: Tensor  # (e,) row of one end
+    second: Tensor  # (e,) row of the other end
+    awake_first: Tensor  # (e, 1) bool: that end is awake this round
+    awake_second: Tensor  # (e, 1) bool
+    agents: int  # rows hosted
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of an agent's edge values: (e, d) -> (k, d)."""
+        out = values.new_zeros(self.agents, values.shape[1])
+        return out.index_add_(0, self.first, values).index_add_(0, self.second, values)
+
+    def signed_sum(self, values: Tensor) -> Tensor:
+        """The same with + at the first end and - at the second: rows of the result sum to zero."""
+        out = values.new_zeros(self.agents, values.shape[1])
+        return out.index_add_(0, self.first, values).index_add_(0, self.second, values, alpha=-1)
+
+    def owner(self) -> Tensor:
+        """(2e,) the row that owns each arc: arc e belongs to `first[e]`, arc e + |E| to `second[e]`."""
+        return torch.cat([self.first, self.second])
+
+    def arc_sum(self, values: Tensor) -> Tensor:
+        """Sum of the arc values that an agent owns: (2e, d) -> (k, d)."""
+        return values.new_zeros(self.agents, values.shape[1]).index_add_(0, self.owner(), values)
+
+
+class Heard(Protocol):
+    """What one broadcast gives, in any number of uses; sleepers count with the last row they sent."""
+
+    def laplacian(self) -> Tensor:
+        """sum_j (v_i - v_j): (k, d), summed over edge differences."""
+
+    def mix(self, weights: Tensor | None = None) -> Tensor:
+        """W v on the awake subgraph, W doubly stochastic there; rows of sleepers come back unchanged."""
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The rows at both ends of each edge: two tensors (e, d)."""
+
+
+class Round(NamedTuple):
+    """All that a method may see in one round."""
+
+    index: int  # type: ignore[assignment]  # -1 in init, where everyone is awake
+    active: Tensor  # (k, 1) bool; nobody awake is legal and changes nothing
+    work: Tensor  # (k,) local iterations this round, 0 for sleepers
+    degree: Tensor  # (k, 1) in the problem's dtype
+    problem: Problem  # the hosted agents' functions
+    edges: Edges
+    graph: Graph  # facts that every agent may know: size, degrees, spectrum
+    may_sleep: bool  # False: everyone is awake in every round of this run
+    curvature: Tensor | None  # (k,) what warm-up learnt of each agent's Lipschitz constant
+    broadcast: Callable[[Tensor], Heard]  # awake agents send their row once to all neighbours
+    exchange: Callable[[Tensor], tuple[Tensor, Tensor]]  # arc messages -> what reached each arc's owner, and whether
+    average: Callable[[Tensor], Tensor]  # (k, d) -> (d,) mean over awake agents, through a server
+    maximum: Callable[[Tensor], Tensor]  # (k,) -> () largest value of all agents, by max-consensus
+    uniform: Callable[[str], float]  # a random number that all agents share, by label
+
+
+class Info(NamedTuple):
+    """What a step reports beside its state; every field is optional."""
+
+    value: Tensor | None = None  # (k,) f_i at the new x_i, if the method has it: saves the metrics an evaluation
+    gradient: Tensor | None = None  # (k, d) gradient of f_i at the new x_i, likewise
+    rejected: int = 0  # trial points thrown away by line searches
+    fallbacks: int = 0  # local iterations that gave up their direction for a safe gradient step
+    stalled: tuple[int, ...] = ()  # rows that found no acceptable point at all
+
+
+class Method(NamedTuple):
+    """An algorithm: a pair of functions on a state, which is a NamedTuple whose first field is `x` (k, d).
+
+    A state field is rows (k, d), edges (e, d), arcs (2e, d), a server's (d,), a scalar, or a solver's memory
+    (NamedTuple of tensors with a leading k). `step` has no hidden state and no randomness of its own; it may overwrite
+    the state that it is given.
+    """
+
+    init: Callable[[Tensor, Round], Any]
+    step: Callable[[Any, Round], tuple[Any, Info]]
+    name: str = "method"
+
+
+class Problem(Protocol):
+    """f_1 ... f_m, one function per agent; x has one row per agent asked for."""
+
+    @property
+    def agents(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(k', d) -> (k',), (k', d): values and gradients of the agents `rows` (all of them if None)."""
+
+    def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Hessian of f_i at x_i times v_i, row by row."""
+
+    def take(self, agents: list[int]) -> Problem:
+        """The part of the problem that a process hosts."""
+
+    def evaluate(self, x: Tensor) -> dict[str, Tensor]:
+        """(k,) per extra metric, for example the test accuracy of each local model; may be empty."""
+
+
+class Objective(NamedTuple):
+    """A local subproblem around its starting point x_i: f_i(v) + slope_i.(v - x_i) + rho_i/2 |v - x_i|^2.
+
+    Every proximal or augmented-Lagrangian subproblem of this library is of this form; written around the start it has
+    no cancellation between a large linear and a large quadratic term, which matters in float32.
+    """
+
+    problem: Problem
+    slope: Tensor  # (k, d)
+    rho: Tensor  # (k, 1)
+
+
+class Solved(NamedTuple):
+    """What a local solve gives back."""
+
+    x: Tensor  # (k, d)
+    memory: Any  # carries f_i and its gradient at x to the next round, and what else the solver keeps
+    info: Info
+
+
+class LocalSolver(NamedTuple):
+    """`init` evaluates f at the start; `solve` does `work[i]` iterations for agent i (0: the row is untouched).
+
+    The memory's first two fields are `value` (k,) and `gradient` (k, d) of f_i at the current x_i.
+    """
+
+    init: Callable[[Problem, Tensor, Tensor | None], Any]  # problem, x, known curvature (k,)
+    solve: Callable[[Objective, Tensor, Tensor, Any], Solved]  # objective, x, work (k,), memory
+    name: str = "solver"

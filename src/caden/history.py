@@ -1,0 +1,142 @@
+"""What a run leaves: a table of rows, and a directory that holds everything needed to look at it or go on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from caden import checkpoint
+from caden.core import Problem
+from caden.errors import CadenError
+
+Row = dict[str, float | int | None]
+
+
+@dataclass
+class Result:
+    """The end of a run."""
+
+    x: Tensor  # (m, d)
+    rows: list[Row]
+    problem: Problem = field(repr=False)
+    target: float | None = None
+    directory: Path | None = None
+    stopped: str = "rounds"  # why: "rounds", "target", "tolerance", "callback", "diverged", "interrupted"
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """A row per recorded round; row 0 is the start."""
+        return pd.DataFrame(self.rows)
+
+    @property
+    def mean(self) -> Tensor:
+        """(d,) the mean of the local models."""
+        return self.x.mean(0)
+
+    def module(self) -> nn.Module:
+        """The user's model with the mean of the local models loaded."""
+        if not hasattr(self.problem, "module"):
+            raise CadenError("Only a problem made from an nn.Module has a module; take `result.mean`.")
+        module: nn.Module = self.problem.module(self.mean)
+        return module
+
+    def summary(self) -> dict[str, Any]:
+        """Final value of every column, best accuracy, and what the target took (None if it was not reached)."""
+        found: dict[str, Any] = dict(self.rows[-1]) if self.rows else {}
+        found["stopped"] = self.stopped
+        if "accuracy" in found:
+            found["best_accuracy"] = max(float(row["accuracy"] or 0) for row in self.rows)
+            if self.target is not None:
+                reached = [row for row in self.rows if float(row["accuracy"] or 0) >= self.target]
+                found["target"] = self.target
+                found["rounds_to_target"] = reached[0]["round"] if reached else None
+                found["communications_to_target"] = reached[0]["communications"] if reached else None
+        return found
+
+
+class RunDirectory:
+    """config.toml, versions.json, metrics.csv (append-only), checkpoint, final weights, summary and picture."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.metrics, self.checkpoint = path / "metrics.csv", path / "checkpoint.safetensors"
+        self.weights = path / "weights.safetensors"
+
+    @classmethod
+    def create(cls, path: Path, config: str) -> RunDirectory:
+        """A new directory with its configuration; an existing one is never touched."""
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            raise CadenError(f"{path} exists already; choose another directory, or resume that run.") from None
+        (path / "config.toml").write_text(config)
+        packages = ("caden-opt", "torch", "numpy", "scipy", "networkx", "scikit-learn", "pandas", "safetensors")
+        about = {name: version(name) for name in packages}
+        about |= {"python": platform.python_version(), "machine": platform.machine(), "cores": str(os.cpu_count())}
+        (path / "versions.json").write_text(json.dumps(about, indent=1) + "\n")
+        return cls(path)
+
+    def read(self) -> list[Row]:
+        """The rows written so far; a line cut off by a crash does not count."""
+        if not self.metrics.exists():
+            return []
+        text = self.metrics.read_text()
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(lines)]
+
+    def keep(self, rows: list[Row]) -> None:
+        """Rewrite the metrics with these rows only: what was recorded after the last checkpoint is done again."""
+        scratch = self.metrics.with_suffix(".tmp")
+        with scratch.open("w", newline="") as file:
+            for number, row in enumerate(rows):
+                _write(file, row, header=number == 0)
+        os.replace(scratch, self.metrics)
+
+    def append(self, row: Row) -> None:
+        """Add a row; the first one brings the header."""
+        fresh = not self.metrics.exists() or self.metrics.stat().st_size == 0
+        with self.metrics.open("a", newline="") as file:
+            _write(file, row, header=fresh)
+
+    def finish(self, result: Result) -> None:
+        """Weights, summary and picture; the checkpoint has done its duty only if the run is complete."""
+        from caden.plots import curves
+
+        checkpoint.save(self.weights, {"x": result.x, "mean": result.mean}, {"agents": len(result.x)})
+        (self.path / "summary.json").write_text(json.dumps(result.summary(), indent=1) + "\n")
+        curves(result.history, self.path / "curves.png", result.target)
+
+
+def _number(text: str) -> float | int | None:
+    if text == "":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _write(file: Any, row: Row, header: bool) -> None:
+    writer = csv.DictWriter(file, list(row), lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerow({k: "" if v is None else repr(v) for k, v in row.items()})
+
+
+def device_of(name: str) -> torch.device:
+    """A torch device by name, or one clear line."""
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        raise CadenError(f"`device` {name!r} is not available here: {str(error).splitlines()[0]}") from None

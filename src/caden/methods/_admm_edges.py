@@ -1,0 +1,53 @@
+"""ADMM with all its edge variables: eq. (5) of the CADEN paper as it stands, before any of them is eliminated.
+
+    x_i      = argmin f_i(v) + sum_j ( y_ij,i.(v - z_ij) + mu_z/2 |v - z_ij|^2 )
+    z_ij     = ( x_i + x_j + (y_ij,i + y_ij,j)/mu_z ) / 2
+    y_ij,i  <- y_ij,i + mu_y (x_i - z_ij)
+
+The reference that the agent form is tested against; it needs everyone awake.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden import solvers
+from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.errors import CadenError, positive
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    phi: Tensor  # (k, d) sum of the agent's y
+    z: Tensor  # (e, d)
+    y: Tensor  # (2e, d) arcs: y_ij,i then y_ij,j
+    memory: Any
+
+
+def admm_edges(mu_z: float, mu_y: float | None = None, solver: LocalSolver | str | dict[str, Any] = "exact") -> Method:
+    """Eq. (5) with y and z on edges; by default with exact inner solves, for quadratic problems."""
+    positive("mu_z", mu_z)
+    dual_step = mu_z if mu_y is None else positive("mu_y", mu_y)
+    local = solvers.from_spec(solver)
+
+    def init(x: Tensor, round: Round) -> State:
+        if round.may_sleep:
+            raise CadenError("`admm_edges` needs everyone awake: set `participation` to 1.")
+        first, second = round.broadcast(x).ends()
+        memory = local.init(round.problem, x, round.curvature)
+        return State(x, torch.zeros_like(x), (first + second) / 2, x.new_zeros(2 * len(first), x.shape[1]), memory)
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        edges, half = round.edges, len(state.z)
+        pull = state.y + mu_z * (state.x[edges.owner()] - torch.cat([state.z, state.z]))
+        objective = Objective(round.problem, edges.arc_sum(pull), mu_z * round.degree)
+        solved = local.solve(objective, state.x, round.work, state.memory)
+        first, second = round.broadcast(solved.x).ends()
+        z = (first + second + (state.y[:half] + state.y[half:]) / mu_z) / 2
+        y = state.y + dual_step * (torch.cat([first, second]) - torch.cat([z, z]))
+        return State(solved.x, edges.arc_sum(y), z, y, solved.memory), solved.info
+
+    return Method(init, step, "admm_edges")

@@ -1,0 +1,65 @@
+"""Two ways to evaluate many agents: one call per agent, spread over threads, or one batched call. Which is faster
+depends on the shape, so it is measured."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+
+from caden.errors import choose
+
+
+@cache
+def _workers(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads that run torch single-threaded; all of them are started and set up before this returns."""
+    ready = threading.Barrier(threads + 1)
+
+    def prepare() -> None:
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="caden", initializer=prepare)
+    for _ in range(threads):
+        pool.submit(int)
+    ready.wait()
+    return pool
+
+
+def each(function: Callable[[int], object], items: Iterable[int]) -> None:
+    """Call `function` on every item, on as many threads as torch may use, with one torch thread inside each call.
+
+    Products of one agent are too small to share between cores without loss, and a result computed by a single thread
+    has the same bits whatever the number of workers.
+    """
+    items, threads = list(items), torch.get_num_threads()
+    if threads == 1 or len(items) < 2:
+        for item in items:
+            function(item)
+        return
+    pool = _workers(os.getpid(), threads)
+    torch.set_num_threads(1)  # the product library has one setting for all threads
+    try:
+        list(pool.map(function, items))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fastest(batching: str, ways: Sequence[str], evaluate: Callable[[str], object], repeats: int = 3) -> str:
+    """The way whose evaluation took the least time, or `batching` itself unless it is "auto"."""
+    if batching != "auto":
+        return choose("batching", batching, [*ways, "auto"])
+    if len(ways) == 1:
+        return ways[0]
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(repeats):
+        for way in ways:
+            began = time.perf_counter()
+            evaluate(way)
+            best[way] = min(best[way], time.perf_counter() - began)
+    return min(best, key=lambda way: best[way])

@@ -1,0 +1,69 @@
+"""Problems: f_1 ... f_m and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from caden import data as datasets
+from caden.errors import CadenError, whole
+from caden.problems._functions import functions
+from caden.problems._logistic import logistic
+from caden.problems._module import Module, accuracy, classification, mlp
+from caden.problems._quadratic import quadratic, quadratics
+
+__all__ = ["PROBLEMS", "accuracy", "classification", "functions", "logistic", "mlp", "quadratic", "quadratics"]
+
+
+def _classification_by_name(
+    data: str = "digits",
+    model: str | Callable[..., nn.Module] = "mlp",
+    hidden: int = 128,
+    agents: int = 20,
+    partition: str | dict[str, Any] = "iid",
+    weight: str = "agents",
+    batching: str = "auto",
+    samples: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Module:
+    """`classification` on a named data set, with the paper's network or a linear model; what TOML files use."""
+    train, test = datasets.load(data)
+    if samples is not None:
+        if whole("samples", samples, least=1) > len(train[0]):
+            raise CadenError(f"`samples` is {samples} but {data} has {len(train[0])} training samples.")
+        train = (train[0][:samples], train[1][:samples])
+    features, classes = train[0][0].numel(), int(train[1].max()) + 1
+    if callable(model):
+        network = model()
+    elif model == "mlp":
+        network = mlp(features, classes, hidden, seed)
+    elif model == "linear":
+        layer = nn.Linear(features, classes)
+        nn.init.zeros_(layer.weight), nn.init.zeros_(layer.bias)
+        network = nn.Sequential(nn.Flatten(), layer)
+    else:
+        raise CadenError(f'`model` must be "mlp", "linear" or "module:function", got {model!r}.')
+    return classification(
+        network,
+        train,
+        test,
+        agents,
+        partition,
+        weight=weight,
+        batching=batching,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+    )
+
+
+PROBLEMS: dict[str, Callable[..., Any]] = {
+    "classification": _classification_by_name,
+    "logistic": logistic,
+    "quadratic": quadratic,
+}

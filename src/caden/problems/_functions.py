@@ -1,0 +1,55 @@
+"""Any functions at all: one differentiable torch function per agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from caden.errors import CadenError, whole
+
+Function = Callable[[Tensor], Tensor]
+
+
+class Functions:
+    """Gradients by autograd, agent by agent."""
+
+    def __init__(self, functions: Sequence[Function], dim: int, dtype: torch.dtype, device: torch.device):
+        self.functions = list(functions)
+        self.agents, self.dim, self.dtype, self.device = len(self.functions), dim, dtype, device
+
+    def _at(self, rows: Tensor | None) -> list[int]:
+        return list(range(self.agents)) if rows is None else rows.tolist()
+
+    def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        points = [row.detach().requires_grad_() for row in x]
+        values = [self.functions[i](point) for i, point in zip(self._at(rows), points, strict=True)]
+        gradients = [torch.autograd.grad(value, point)[0] for value, point in zip(values, points)]
+        return torch.stack(values).detach(), torch.stack(gradients)
+
+    def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        pairs = zip(self._at(rows), x, v, strict=True)
+        hvp = torch.autograd.functional.hvp
+        products = [hvp(self.functions[i], row, u)[1] for i, row, u in pairs]  # type: ignore[no-untyped-call]
+        return torch.stack(products)
+
+    def take(self, agents: list[int]) -> Functions:
+        return Functions([self.functions[i] for i in agents], self.dim, self.dtype, self.device)
+
+    def evaluate(self, x: Tensor) -> dict[str, Tensor]:
+        return {}
+
+
+def functions(
+    functions: Sequence[Function], dim: int, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> Functions:
+    """A problem from m functions of a (d,) tensor, each returning a scalar tensor.
+
+    >>> problem = functions([lambda x: (x - 1).square().sum(), lambda x: (x + 1).square().sum()], dim=2)
+    >>> problem.value_and_grad(torch.zeros(2, 2, dtype=torch.float64))[0]
+    tensor([2., 2.], dtype=torch.float64)
+    """
+    if not functions or not all(callable(f) for f in functions):
+        raise CadenError("`functions` must be a non-empty sequence of functions, one per agent.")
+    return Functions(functions, whole("dim", dim, least=1), dtype, torch.device(device))

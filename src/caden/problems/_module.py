@@ -1,0 +1,282 @@
+"""Training any `nn.Module` over agents: parameters as rows, data in shards."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.functional import cross_entropy
+
+from caden.data import Partition, partition_from_spec
+from caden.errors import CadenError, choose, whole
+from caden.parallel import each, fastest
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+_CHUNK = 3 << 19  # bytes of input per call: an agent's data pass the cache in pieces that stay there for the way back
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """Share of samples whose largest output is the target."""
+    return (output.argmax(-1) == target).float().mean()
+
+
+class Module:
+    """f_i = scale_i times the mean loss of a model on agent i's shard."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shards: list[tuple[Tensor, Tensor]],
+        test: tuple[Tensor, Tensor] | None,
+        loss: Loss,
+        metrics: dict[str, Loss],
+        scale: Tensor,
+        batching: str,
+    ):
+        self.model, self.test, self.loss, self.metrics, self.scale = model, test, loss, metrics, scale
+        named = dict(model.named_parameters())
+        self.names, self.shapes = list(named), [p.shape for p in named.values()]
+        self.sizes = [p.numel() for p in named.values()]
+        self.start = torch.cat([p.detach().reshape(-1) for p in named.values()])
+        self.agents, self.dim = len(shards), int(self.start.numel())
+        self.dtype, self.device = self.start.dtype, self.start.device
+
+        # Shards of one size are stacked, so that they can be evaluated in one batched call.
+        self.shards = list(shards)
+        self._groups: list[tuple[list[int], Tensor, Tensor]] = []
+        for size in sorted({len(x) for x, _ in shards}):
+            members = [i for i, (x, _) in enumerate(shards) if len(x) == size]
+            inputs, targets = (torch.stack([shards[i][part] for i in members]) for part in (0, 1))
+            self._groups.append((members, inputs, targets))
+            for place, i in enumerate(members):
+                self.shards[i] = (inputs[place], targets[place])
+        self._unscaled = bool((scale == 1).all())
+        self._local = threading.local()  # functional_call swaps parameters in place: a copy of the model per thread
+        self._check()
+        self.chunk = self._samples_per_call()
+        everyone = self.start.expand(self.agents, -1)
+        ways = ("loop", "vmap") if len(self._groups) < self.agents / 2 else ("loop",)
+        self.batching = fastest(batching, ways, lambda way: self._evaluate_with(way, everyone, None))
+
+    def _check(self) -> None:
+        """f_i must be a function of the parameters: no randomness, no state that changes in the forward pass."""
+        x, y = (part[:8] for part in self.shards[0])
+        trial = copy.deepcopy(self.model)
+        with torch.no_grad():
+            before = [b.clone() for b in trial.buffers()]
+            first, second = trial(x), trial(x)
+            if any(not torch.equal(a, b) for a, b in zip(before, trial.buffers())):
+                raise CadenError(
+                    "The model changes buffers in its forward pass (batch normalisation?), which is not a function of "
+                    "its parameters: use GroupNorm or LayerNorm, or track_running_stats=False."
+                )
+            if not torch.equal(first, second):
+                raise CadenError("The model is random (dropout?): set the layer's p to 0 or call model.eval() first.")
+            if self.loss(first, y).ndim != 0:
+                raise CadenError("`loss` must return a scalar, the mean over the samples.")
+
+    def _samples_per_call(self) -> int:
+        """Samples evaluated in one call, if the loss is a mean over samples; else whole shards."""
+        x, y = self.shards[0]
+        whole_shard = max(len(x) for x, _ in self.shards)
+        sample_bytes = x[0].numel() * x.element_size()
+        if len(x) < 2:
+            return whole_shard
+        with torch.no_grad():
+            head, tail, both = (self.loss(self.model(x[s]), y[s]) for s in (slice(1), slice(1, 2), slice(2)))
+        mean = torch.isclose((head + tail) / 2, both, rtol=1e-4, atol=1e-6)
+        return min(whole_shard, max(64, _CHUNK // sample_bytes)) if bool(mean) else whole_shard
+
+    def _views(self, rows: Tensor) -> dict[str, Tensor]:
+        """(..., d) rows as a dictionary of parameters, without copying."""
+        parts = torch.split(rows, self.sizes, dim=-1)
+        return {n: p.view(*rows.shape[:-1], *s) for n, p, s in zip(self.names, parts, self.shapes)}
+
+    def _model(self) -> nn.Module:
+        if not hasattr(self._local, "model"):
+            self._local.model = copy.deepcopy(self.model)
+        model: nn.Module = self._local.model
+        return model
+
+    def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._evaluate_with(self.batching, x, rows)
+
+    def _evaluate_with(self, way: str, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        at = list(range(self.agents)) if rows is None else rows.tolist()
+        value, gradient = x.new_empty(len(at)), torch.empty_like(x)
+        if way == "vmap":
+            self._batched(x, at, value, gradient)
+        else:
+            each(lambda a: self._one(x[a], at[a], value[a], gradient[a]), range(len(at)))
+        scale = self.scale if rows is None else self.scale[rows]
+        return value.mul_(scale), gradient if self._unscaled else gradient.mul_(scale[:, None])
+
+    def _one(self, row: Tensor, agent: int, value: Tensor, gradient: Tensor) -> None:
+        """Value and gradient of one agent, written into the given places."""
+        inputs, targets = self.shards[agent]
+        parameters = {n: p.detach().requires_grad_() for n, p in self._views(row).items()}
+        out = list(self._views(gradient).values())
+        model, count = self._model(), len(inputs)
+        value.zero_()
+        for a in range(0, count, self.chunk):
+            x, y = inputs[a : a + self.chunk], targets[a : a + self.chunk]
+            with torch.enable_grad():
+                loss = self.loss(functional_call(model, parameters, (x,)), y)
+                if self.chunk < count:
+                    loss = loss * (len(x) / count)
+                parts = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+            value += loss.detach()
+            for place, part in zip(out, parts):
+                place.copy_(part) if a == 0 else place.add_(part)
+
+    def _batched(self, x: Tensor, at: list[int], value: Tensor, gradient: Tensor) -> None:
+        """All agents with shards of one size in one call of vmap."""
+
+        def loss(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+            return self.loss(functional_call(self.model, parameters, (inputs,)), targets)
+
+        for members, inputs, targets in self._groups:
+            place = {agent: n for n, agent in enumerate(members)}
+            mine = [a for a, agent in enumerate(at) if agent in place]
+            if not mine:
+                continue
+            chosen = [place[at[a]] for a in mine]
+            everyone = chosen == list(range(len(members)))
+            data = (inputs, targets) if everyone else (inputs[chosen], targets[chosen])
+            rows = x if len(mine) == len(at) else x[mine]
+            gradients, values = vmap(grad_and_value(loss))(self._views(rows), *data)
+            flat = torch.cat([gradients[n].flatten(1) for n in self.names], dim=1)
+            if len(mine) == len(at):
+                value.copy_(values), gradient.copy_(flat)
+            else:
+                value[mine], gradient[mine] = values, flat
+
+    def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        out = torch.empty_like(x)
+        for a, agent in enumerate(range(self.agents) if rows is None else rows.tolist()):
+            inputs, targets = self.shards[agent]
+            row = x[a].detach().requires_grad_()
+            with torch.enable_grad():
+                loss = self.loss(functional_call(self.model, self._views(row), (inputs,)), targets)
+                slope = torch.autograd.grad(loss, row, create_graph=True)[0]
+            out[a] = torch.autograd.grad(slope, row, v[a])[0] * self.scale[agent]
+        return out
+
+    def take(self, agents: list[int]) -> Module:
+        shards = [self.shards[i] for i in agents]
+        return Module(self.model, shards, self.test, self.loss, self.metrics, self.scale[agents], self.batching)
+
+    def evaluate(self, x: Tensor) -> dict[str, Tensor]:
+        """The metrics of each row's model on the test data."""
+        if self.test is None:
+            return {}
+        inputs, targets = self.test
+        found = {name: x.new_empty(len(x)) for name in self.metrics}
+
+        def one(i: int) -> None:
+            with torch.no_grad():
+                output = functional_call(self._model(), self._views(x[i]), (inputs,))
+                for name, metric in self.metrics.items():
+                    found[name][i] = metric(output, targets)
+
+        each(one, range(len(x)))
+        return found
+
+    def module(self, vector: Tensor) -> nn.Module:
+        """A copy of the model with the parameters `vector` (d,)."""
+        model = copy.deepcopy(self.model)
+        model.load_state_dict({**model.state_dict(), **{n: p.detach().clone() for n, p in self._views(vector).items()}})
+        return model
+
+
+def _tensors(data: Any, what: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Inputs and targets from a pair of arrays or tensors, or from a torch Dataset."""
+    if isinstance(data, torch.utils.data.Dataset):
+        samples = [data[i] for i in range(len(data))]  # type: ignore[arg-type]
+        inputs = torch.stack([torch.as_tensor(np.asarray(x)) for x, _ in samples])
+        targets = torch.stack([torch.as_tensor(np.asarray(y)) for _, y in samples])
+    else:
+        try:
+            inputs, targets = (torch.as_tensor(part) for part in data)
+        except (TypeError, ValueError):
+            raise CadenError(f"`{what}` must be a pair (inputs, targets) or a torch Dataset.") from None
+    if len(inputs) != len(targets):
+        raise CadenError(f"`{what}` has {len(inputs)} inputs but {len(targets)} targets.")
+    inputs = inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
+    targets = targets.to(device, dtype) if targets.is_floating_point() else targets.to(device)
+    return inputs, targets
+
+
+def classification(
+    model: nn.Module,
+    train: Any,
+    test: Any = None,
+    agents: int = 20,
+    partition: Partition | str | dict[str, Any] | Sequence[Any] = "iid",
+    loss: Loss = cross_entropy,
+    metrics: dict[str, Loss] | None = None,
+    weight: str = "agents",
+    batching: str = "auto",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Module:
+    """Train `model` over agents that each hold a shard of `train`; the model's own parameters are the start.
+
+    Args:
+        model: any module whose forward pass is a function of its parameters (batch norm and dropout are refused).
+        train, test: a pair (inputs, targets) of arrays or tensors, or a torch Dataset; `test` may be None.
+        partition: "iid", "dirichlet", "shards", "sizes", a table with `name` and parameters, a function
+            (labels, agents, seed) -> index arrays, or the index arrays themselves.
+        loss: (output, target) -> mean over the samples. metrics: name -> (output, target) -> number on the test data.
+        weight: "agents" counts every agent alike, "samples" every sample.
+        batching: gradients by a "loop" over agents, by "vmap", or "auto": what is faster here.
+
+    >>> model = nn.Linear(2, 2)
+    >>> problem = classification(model, (torch.randn(9, 2), torch.randint(2, (9,))), agents=4)
+    >>> problem.agents, problem.dim, [len(x) for x, _ in problem.shards]
+    (4, 6, [3, 2, 2, 2])
+    """
+    whole("agents", agents, least=1)
+    choose("weight", weight, ("agents", "samples"))
+    if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
+        raise CadenError("`model` must be an nn.Module with parameters.")
+    inputs, targets = _tensors(train, "train", dtype, device)
+    held_out = None if test is None else _tensors(test, "test", dtype, device)
+    if held_out is not None and held_out[0].shape[1:] != inputs.shape[1:]:
+        raise CadenError(
+            f"`test` inputs have shape {tuple(held_out[0].shape[1:])}, `train` inputs {tuple(inputs.shape[1:])}."
+        )
+    model = copy.deepcopy(model).to(device, dtype)
+    parts = partition_from_spec(partition, targets.cpu().numpy(), agents, seed)
+    shards = [(inputs[torch.as_tensor(p)], targets[torch.as_tensor(p)]) for p in parts]
+    try:
+        with torch.no_grad():
+            model(inputs[:2])
+    except RuntimeError as error:
+        message = str(error).splitlines()[0]
+        raise CadenError(f"The model does not take inputs of shape {tuple(inputs.shape[1:])}: {message}.") from None
+    if metrics is None:
+        metrics = {"accuracy": accuracy} if not targets.is_floating_point() else {}
+    counts = torch.tensor([len(x) for x, _ in shards], dtype=torch.float64)
+    scale = counts * agents / counts.sum() if weight == "samples" else torch.ones_like(counts)
+    return Module(model, shards, held_out, loss, metrics, scale.to(device, dtype), batching)
+
+
+def mlp(inputs: int, outputs: int, hidden: int = 128, seed: int = 0) -> nn.Sequential:
+    """The paper's network: two fully connected layers without biases, ReLU between them."""
+    whole("hidden", hidden, least=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(inputs, hidden, bias=False),
+            nn.ReLU(),
+            nn.Linear(hidden, outputs, bias=False),
+        )

@@ -1,0 +1,82 @@
+"""Quadratics f_i(x) = x'A_i x / 2 - b_i'x: the problems whose answers are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caden.errors import CadenError, positive, whole
+
+
+class Quadratic:
+    """m quadratics; `hessian` (m, d, d), `linear` (m, d), and the centralised minimiser `solution` (d,)."""
+
+    def __init__(self, hessian: Tensor, linear: Tensor):
+        self.hessian, self.linear = hessian, linear
+        self.agents, self.dim = linear.shape
+        self.dtype, self.device = linear.dtype, linear.device
+
+    @property
+    def solution(self) -> Tensor:
+        """The minimiser of sum f_i."""
+        minimiser: Tensor = torch.linalg.solve(self.hessian.sum(0), self.linear.sum(0))
+        return minimiser
+
+    def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        linear = self.linear if rows is None else self.linear[rows]
+        product = self.hvp(x, x, rows)
+        return torch.linalg.vecdot(x, product / 2 - linear), product - linear
+
+    def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        hessian = self.hessian if rows is None else self.hessian[rows]
+        return torch.bmm(hessian, v.unsqueeze(2)).squeeze(2)
+
+    def take(self, agents: list[int]) -> Quadratic:
+        return Quadratic(self.hessian[agents], self.linear[agents])
+
+    def evaluate(self, x: Tensor) -> dict[str, Tensor]:
+        return {}
+
+
+def quadratics(A: Any, b: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> Quadratic:
+    """f_i(x) = x'A_i x / 2 - b_i'x from given symmetric A (m, d, d) and b (m, d).
+
+    >>> quadratics([[[2.0]], [[1.0]]], [[1.0], [2.0]]).solution
+    tensor([1.], dtype=torch.float64)
+    """
+    A = torch.as_tensor(A, device=device)
+    dtype = dtype or (A.dtype if isinstance(A, Tensor) and A.dtype == torch.float64 else torch.float64)
+    A, b = A.to(dtype), torch.as_tensor(b, device=device).to(dtype)
+    if A.ndim != 3 or A.shape[1] != A.shape[2] or b.shape != A.shape[:2]:
+        raise CadenError(f"`A` must have shape (m, d, d) and `b` (m, d), got {tuple(A.shape)} and {tuple(b.shape)}.")
+    if not torch.allclose(A, A.mT):
+        raise CadenError("`A` must be symmetric.")
+    return Quadratic(A, b)
+
+
+def quadratic(
+    agents: int = 20,
+    dim: int = 5,
+    seed: int = 0,
+    condition: float = 10.0,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+) -> Quadratic:
+    """Random strongly convex quadratics, one per agent: eigenvalues from 1/condition to 1, b standard normal.
+
+    >>> quadratic(agents=3, dim=2).solution.shape
+    torch.Size([2])
+    """
+    whole("agents", agents, least=1), whole("dim", dim, least=1), whole("seed", seed)
+    if positive("condition", condition) < 1:
+        raise CadenError(f"`condition` must be at least 1, got {condition}.")
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(agents, dim, dim, generator=generator, dtype=torch.float64))[0]
+    spread = torch.rand(agents, dim, generator=generator, dtype=torch.float64)
+    if dim > 1:
+        spread[:, 0], spread[:, 1] = 0, 1
+    A = basis @ torch.diag_embed(condition**-spread) @ basis.mT
+    b = torch.randn(agents, dim, generator=generator, dtype=torch.float64)
+    return quadratics((A + A.mT) / 2, b, dtype, device)

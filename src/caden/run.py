@@ -1,0 +1,318 @@
+"""The one loop: rounds of a method over a network, measured, checkpointed, stopped."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden import checkpoint
+from caden.core import Info, Method, Problem
+from caden.errors import CadenError, Diverged, Interrupted, positive, whole
+from caden.graphs import Graph
+from caden.history import Result, Row, RunDirectory
+from caden.metrics import measure
+from caden.network import Stacked
+from caden.progress import ProgressBar
+from caden.schedules import Draw, Participation, Schedule, Workload
+
+Callback = Callable[[Row, Any], bool | None]
+_GROWTH = 1e8  # a model whose norm exceeds this many times 1 + the largest at the start has diverged
+
+
+class Warmup(NamedTuple):
+    """Local training before round 0: `steps` full gradient steps of length `step_size` on each f_i."""
+
+    steps: int = 0
+    step_size: float = 0.1
+
+
+class Counted:
+    """A problem that counts its gradients, one per agent and evaluation."""
+
+    def __init__(self, problem: Problem):
+        self._problem, self.gradients = problem, 0
+
+    def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self.gradients += len(x)
+        return self._problem.value_and_grad(x, rows)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._problem, name)
+
+
+def simulate(
+    method: Method,
+    problem: Problem,
+    graph: Graph,
+    rounds: int = 100,
+    *,
+    participation: float | Sequence[float] | Schedule = 1.0,
+    local_steps: int | Sequence[int] | Schedule = 5,
+    seed: int = 0,
+    x0: Tensor | None = None,
+    warmup: Warmup | Mapping[str, Any] | None = None,
+    record_every: int = 1,
+    target: float | None = None,
+    stop_at_target: bool = False,
+    tolerance: float | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
+    deterministic: bool = False,
+    directory: Path | str | None = None,
+    checkpoint_every: int = 25,
+    config: str = "",
+    resume: bool = False,
+) -> Result:
+    """Run `method` on `problem` over `graph`, all agents in this process.
+
+    Args:
+        rounds: how many; row t of the history is after t rounds, row 0 the start (its exchange of x^0 is not counted).
+        participation: probability of being awake: a number, one per agent, or a schedule (round, draw) -> either.
+        local_steps: local iterations per round, likewise.
+        seed: of all draws; each is a pure function of (seed, label, round, agent).
+        x0: (d,) or (m, d) start; by default the model's own parameters, else zeros.
+        warmup: local training before round 0, which also estimates each agent's curvature.
+        record_every: rounds between two rows of the history; the last round is always recorded.
+        target: accuracy to reach, for the summary; `stop_at_target` ends the run there.
+        tolerance: end the run when the relative error falls below this.
+        callbacks: called as callback(row, state) after every recorded round; one that returns True ends the run.
+        progress: show a bar; by default only on a terminal.
+        deterministic: one thread and deterministic kernels, for results that are equal to the bit.
+        directory: where to keep the run; it must not exist, unless `resume` continues it.
+        checkpoint_every: rounds between two checkpoints.
+        config: text kept in the directory as config.toml.
+
+    Returns:
+        Result with `x` (m, d), `history`, `mean`, `module()`, `summary()`.
+
+    Raises:
+        Diverged, Interrupted: with what was recorded in `.result`.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = simulate(caden.methods.caden(mu_z=1.0), problem, graph, rounds=5, participation=0.5)
+    >>> result.x.shape, len(result.history)
+    (torch.Size([6, 3]), 6)
+    """
+    whole("rounds", rounds), whole("seed", seed)
+    whole("record_every", record_every, least=1), whole("checkpoint_every", checkpoint_every, least=1)
+    if tolerance is not None:
+        positive("tolerance", tolerance)
+    if target is not None and not 0 < target <= 1:
+        raise CadenError(f"`target` must lie in (0, 1], got {target}.")
+    if resume and directory is None:
+        raise CadenError("`resume` needs the `directory` of the run.")
+    draw = Draw(seed, graph.agents)
+    awake, workload = Participation(participation, draw), Workload(local_steps, draw)
+    counted = Counted(problem)
+    network = Stacked(graph, counted, draw, awake.may_sleep)
+    start = _start(problem, x0)
+    everyone = torch.ones(graph.agents, dtype=torch.bool)
+
+    place = None
+    rows: list[Row] = []
+    if directory is not None:
+        place = RunDirectory(Path(directory)) if resume else RunDirectory.create(Path(directory), config)
+    saved = checkpoint.load(place.checkpoint) if place and resume and place.checkpoint.exists() else None
+
+    with _threads(deterministic), _interruptible() as interrupted:
+        curvature = None
+        if saved is None and warmup is not None:
+            start, curvature = _warm_up(counted, start, warmup)
+        bound = _GROWTH * (1 + float(torch.linalg.vector_norm(start, dim=1).max()))
+        state = method.init(start, network.round(-1, everyone, workload(0), counted, curvature))
+        first, clock = 0, 0.0
+        rejected = fallbacks = 0
+        if saved is not None and place is not None:
+            tensors, numbers = saved
+            state = checkpoint.restore(state, tensors, "state")
+            buffers = {k.removeprefix("network."): t for k, t in tensors.items() if k.startswith("network.")}
+            network.restore(buffers, int(numbers["numbers_sent"]), int(numbers["bytes"]))
+            counted.gradients, bound = int(numbers["gradients"]), numbers["bound"]
+            first, clock = int(numbers["round"]), numbers["seconds"]
+            rejected, fallbacks = int(numbers["rejected"]), int(numbers["fallbacks"])
+            rows = [row for row in place.read() if int(row["round"] or 0) <= first]
+        if place and resume:
+            place.keep(rows)
+
+        def record(index: int, info: Info, active: int) -> Row:
+            found = measure(problem, state, info, (network.first, network.second))
+            row: Row = {
+                "round": index,
+                "seconds": clock,
+                "communications": network.communications,
+                "bytes": network.bytes,
+                "gradients": counted.gradients,
+                "rejected": rejected,
+                "fallbacks": fallbacks,
+                **{k: found[k] for k in ("objective", "relative_error", "consensus", "lyapunov", "dual_sum")},
+                "active": active,
+            }
+            row |= {k: v for k, v in found.items() if k not in row}
+            rows.append(row)
+            if place:
+                place.append(row)
+            return row
+
+        def result(why: str) -> Result:
+            return Result(state.x, rows, problem, target, place.path if place else None, why)
+
+        def save(index: int) -> None:
+            if place is None:
+                return
+            tensors = checkpoint.flatten(state, "state")
+            tensors |= {f"network.{k}": t for k, t in network.buffers().items()}
+            numbers = {
+                "round": index,
+                "seconds": clock,
+                "numbers_sent": network.numbers_sent,
+                "bytes": network.bytes,
+                "gradients": counted.gradients,
+                "rejected": rejected,
+                "fallbacks": fallbacks,
+                "bound": bound,
+            }
+            checkpoint.save(place.checkpoint, tensors, numbers)
+
+        def stop(error: Diverged | Interrupted, why: str) -> Diverged | Interrupted:
+            error.result = result(why)
+            return error
+
+        if not rows:
+            record(0, Info(), graph.agents)
+        why = _reason(rows[-1], state, target if stop_at_target else None, tolerance, ())
+        with ProgressBar(rounds, graph.agents, progress) as bar:
+            bar.update(first, rows[-1])
+            index = first
+            while index < rounds and why is None:
+                began = time.perf_counter()
+                active = awake(index)
+                info = Info()
+                if bool(active.any()):  # a round in which everyone sleeps changes nothing
+                    context = network.round(index, active, workload(index), counted, curvature)
+                    state, info = method.step(state, context)
+                    rejected, fallbacks = rejected + info.rejected, fallbacks + info.fallbacks
+                clock += time.perf_counter() - began
+                index += 1
+                lost = _lost(state.x, bound)
+                if lost or index == rounds or index % record_every == 0:
+                    row = record(index, info, int(active.sum()))
+                    why = _reason(row, state, target if stop_at_target else None, tolerance, callbacks)
+                    bar.update(index, row)
+                if lost:
+                    raise stop(_diverged(index, lost), "diverged")
+                if index % checkpoint_every == 0 or interrupted.is_set():
+                    save(index)
+                if interrupted.is_set() and index < rounds and why is None:
+                    raise stop(_interrupted(index, place), "interrupted")
+        done = result(why or "rounds")
+        if place:
+            place.finish(done)
+        return done
+
+
+def _start(problem: Problem, x0: Tensor | None) -> Tensor:
+    """(m, d) start: what was given, the model's own parameters, or zeros."""
+    shape = (problem.agents, problem.dim)
+    if x0 is None:
+        x0 = getattr(problem, "start", None)
+    if x0 is None:
+        return torch.zeros(shape, dtype=problem.dtype, device=problem.device)
+    x0 = torch.as_tensor(x0).to(problem.device, problem.dtype)
+    if x0.shape not in (shape, shape[1:]):
+        raise CadenError(f"`x0` must have shape ({shape[1]},) or {shape}, got {tuple(x0.shape)}.")
+    return x0.expand(shape).contiguous()
+
+
+def _warm_up(problem: Counted, x: Tensor, spec: Warmup | Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Local gradient steps; curvature is the largest |change of gradient| / |change of x|, as the paper estimates L."""
+    try:
+        warmup = spec if isinstance(spec, Warmup) else Warmup(**spec)
+    except TypeError as error:
+        raise CadenError(f"`warmup` takes `steps` and `step_size`: {error}.") from None
+    whole("warmup.steps", warmup.steps), positive("warmup.step_size", warmup.step_size)
+    curvature: Tensor | None = None
+    before: Tensor | None = None
+    for _ in range(warmup.steps):
+        gradient = problem.value_and_grad(x)[1]
+        if before is not None:
+            moved = warmup.step_size * torch.linalg.vector_norm(before, dim=1)
+            ratio = (torch.linalg.vector_norm(gradient - before, dim=1) / moved).nan_to_num(0, 0)
+            curvature = ratio if curvature is None else torch.maximum(curvature, ratio)
+        x, before = x - warmup.step_size * gradient, gradient
+    return x, curvature
+
+
+def _lost(x: Tensor, bound: float) -> list[int]:
+    """Agents whose model is not finite or grew past the bound."""
+    lost: list[int] = (~(torch.linalg.vector_norm(x, dim=1) <= bound)).nonzero().flatten().tolist()
+    return lost
+
+
+def _reason(
+    row: Row, state: Any, target: float | None, tolerance: float | None, callbacks: Sequence[Callback]
+) -> str | None:
+    """Why the run should end here, or None."""
+    asked = [callback(row, state) for callback in callbacks]
+    if target is not None and float(row.get("accuracy") or 0) >= target:
+        return "target"
+    if tolerance is not None and float(row["relative_error"] or 0) < tolerance:
+        return "tolerance"
+    return "callback" if any(answer is True for answer in asked) else None
+
+
+def _diverged(index: int, agents: list[int]) -> Diverged:
+    named = ", ".join(map(str, agents[:8])) + (" ..." if len(agents) > 8 else "")
+    return Diverged(
+        f"Diverged in round {index} (agents {named}): lower the dual step `mu_y` to at most `mu_z`, raise `mu_z`, "
+        "or shorten the step size. The history until then is kept."
+    )
+
+
+def _interrupted(index: int, place: RunDirectory | None) -> Interrupted:
+    how = f"; `caden resume {place.path}` goes on" if place else ""
+    return Interrupted(f"Interrupted after round {index}{how}.")
+
+
+@contextmanager
+def _threads(deterministic: bool) -> Iterator[None]:
+    """One thread and deterministic kernels for the time of a run, if asked for."""
+    if not deterministic:
+        yield
+        return
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Ctrl-C ends the run after the current round (a step may overwrite its state); a second one ends it at once."""
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(number: int, frame: Any) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,112 @@
+"""Who is awake and who does how much: participation and workload, round by round.
+
+Every random draw is a pure function of (seed, label, round, agent): any process can evaluate any draw, and a resumed
+run sees the same ones. A schedule is a function ``(round, draw) -> number or one value per agent``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from caden.errors import CadenError, choose
+
+
+class Draw(NamedTuple):
+    """Random numbers by name: `draw.uniform(label, round)` is one number in [0, 1) per agent."""
+
+    seed: int
+    agents: int
+
+    def uniform(self, label: str, round: int, count: int | None = None) -> np.ndarray:
+        """(agents,) numbers; entry i depends only on (seed, label, round, i)."""
+        key = hashlib.blake2b(f"{self.seed}/{label}".encode(), digest_size=16).digest()
+        stream = np.random.Philox(key=np.frombuffer(key, np.uint64), counter=[0, 0, 0, round + 1])
+        return np.random.Generator(stream).random(self.agents if count is None else count)
+
+
+Schedule = Callable[[int, Draw], Any]
+
+
+def switch(first: Any, then: Any, at: int) -> Schedule:
+    """`first` before round `at`, `then` from it on. The paper's "-Red" workload is ``switch(5, 1, at=100)``."""
+    return lambda round, draw: first if round < at else then
+
+
+def between(low: int, high: int) -> Schedule:
+    """A whole number drawn uniformly from low..high for each agent in each round."""
+    if not 0 <= low <= high:
+        raise CadenError(f"`between` needs 0 <= low <= high, got low={low}, high={high}.")
+    return lambda round, draw: low + np.floor(draw.uniform("work", round) * (high - low + 1)).astype(int)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {"switch": switch, "between": between}
+
+
+def from_spec(spec: Any) -> Any:
+    """Turn a TOML value into what `simulate` takes: a number and a list stay, a table names a schedule."""
+    if not isinstance(spec, dict):
+        return spec
+    arguments = dict(spec)
+    name = choose("schedule", str(arguments.pop("name", "")), SCHEDULES)
+    try:
+        return SCHEDULES[name](**arguments)
+    except TypeError as error:
+        raise CadenError(f"Schedule {name!r}: {error}.") from None
+
+
+def _per_agent(name: str, value: Any, agents: int) -> np.ndarray:
+    array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
+    if array.ndim == 0:
+        array = np.full(agents, array)
+    if array.shape != (agents,):
+        raise CadenError(
+            f"`{name}` must be a number or one value per agent ({agents}), got {array.shape[0]} values."
+            if array.ndim == 1
+            else f"`{name}` must be a number, a sequence or a schedule, got shape {array.shape}."
+        )
+    if array.dtype.kind not in "biuf":
+        raise CadenError(f"`{name}` must be made of numbers, got {value!r}.")
+    return array
+
+
+class Participation:
+    """Which agents are awake: a probability, one per agent, or a schedule of either (or of boolean masks)."""
+
+    def __init__(self, spec: float | Sequence[float] | Schedule, draw: Draw):
+        self._draw = draw
+        self._schedule: Schedule = spec if callable(spec) else lambda round, draw: spec
+        self.may_sleep = callable(spec) or bool((self._probability(0) < 1).any())
+
+    def _probability(self, round: int) -> np.ndarray:
+        value = _per_agent("participation", self._schedule(round, self._draw), self._draw.agents)
+        if value.dtype != bool and not ((value > 0) & (value <= 1)).all():
+            raise CadenError(f"`participation` must lie in (0, 1], got {value[~((value > 0) & (value <= 1))][0]}.")
+        return value
+
+    def __call__(self, round: int) -> Tensor:
+        """(m,) bool."""
+        value = self._probability(round)
+        awake = value if value.dtype == bool else self._draw.uniform("participation", round) < value
+        return torch.from_numpy(np.ascontiguousarray(awake))
+
+
+class Workload:
+    """How many local iterations each agent does: a number, one per agent, or a schedule of either."""
+
+    def __init__(self, spec: int | Sequence[int] | Schedule, draw: Draw):
+        self._draw = draw
+        self._schedule: Schedule = spec if callable(spec) else lambda round, draw: spec
+        self(0)
+
+    def __call__(self, round: int) -> Tensor:
+        """(m,) int64."""
+        value = _per_agent("local_steps", self._schedule(round, self._draw), self._draw.agents)
+        if not np.isfinite(value).all() or (value < 0).any() or (value != np.floor(value)).any():
+            raise CadenError(f"`local_steps` must be whole numbers of at least 0, got {value.tolist()!r}.")
+        return torch.from_numpy(value.astype(np.int64))

@@ -1,0 +1,33 @@
+"""Exact local solves for quadratics: the reference that the other solvers and the edge form are tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caden.core import Info, LocalSolver, Objective, Problem, Solved
+from caden.errors import CadenError
+from caden.solvers._iterate import Iterate, Memory, index, pick, start
+
+
+def exact() -> LocalSolver:
+    """One Newton step with the true Hessian, which solves the subproblem if f_i is quadratic.
+
+    The problem must have `hessian` (m, d, d), as `problems.quadratic` does. Any positive amount of work is one solve.
+    """
+
+    def init(problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
+        if not hasattr(problem, "hessian"):
+            raise CadenError("`solver=exact()` needs a quadratic problem; use `lbfgs()` for others.")
+        return start(problem, x, curvature)
+
+    def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
+        now = Iterate(objective, x, memory)
+        rows = index(work > 0)
+        identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+        hessian = pick(objective.problem.hessian, rows) + pick(now.rho, rows).unsqueeze(2) * identity  # type: ignore[attr-defined]
+        p = -torch.linalg.solve(hessian, now.full_gradient(rows))
+        now.move(rows, now.look(rows, p), p)
+        return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
+
+    return LocalSolver(init, solve, "exact")

@@ -1,0 +1,112 @@
+"""Where a batch of local solves stands, shared by the solvers.
+
+With h_i(v) = f_i(v) + slope_i.(v - x_i) + rho_i/2 |v - x_i|^2 (`core.Objective`), moving from x to x + p changes the
+slope of the proximal part by rho p, so that grad h = gradient + slope always holds at the current point.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden.core import Objective, Problem
+
+
+class Memory(NamedTuple):
+    """What every solver keeps between rounds."""
+
+    value: Tensor  # (k,) f_i at x_i
+    gradient: Tensor  # (k, d) its gradient
+    curvature: Tensor  # (k,) largest |grad f_i(u) - grad f_i(v)| / |u - v| met so far; 0 if nothing is known
+
+
+def start(problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
+    """Evaluate f at x^0: the one gradient that a run pays beside its local steps."""
+    value, gradient = problem.value_and_grad(x)
+    known = torch.zeros_like(value) if curvature is None else curvature.to(value)
+    return Memory(value, gradient, known)
+
+
+def index(mask: Tensor) -> Tensor | None:
+    """Rows where `mask` holds; None stands for all of them, which needs no copies."""
+    return None if bool(mask.all()) else mask.nonzero().flatten()
+
+
+def pick(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """Rows of a tensor; the tensor itself for None."""
+    return tensor if rows is None else tensor[rows]
+
+
+WIDE = 1 << 13  # rows at least this long are worth a call each; shorter ones are handled together
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Row by row inner products, (k, d) x (k, d) -> (k,)."""
+    if a.shape[1] < WIDE:
+        return (a * b).sum(1)
+    return torch.stack([torch.dot(u, v) for u, v in zip(a, b)])
+
+
+def norm(a: Tensor) -> Tensor:
+    """Row by row Euclidean norms, (k, d) -> (k,)."""
+    norms: Tensor = torch.linalg.vector_norm(a, dim=1)
+    return norms
+
+
+class Trial(NamedTuple):
+    """What one evaluation at x + p tells."""
+
+    point: Tensor  # (k', d)
+    value: Tensor  # (k',) of f
+    gradient: Tensor  # (k', d) of f
+    bend: Tensor  # (k', d) change of the gradient of f
+    change: Tensor  # (k',) h(x + p) - h(x); not a number if value or gradient is not finite
+
+    def keep(self, good: Tensor) -> Trial:
+        """The rows where `good` holds."""
+        return Trial(*(part[good] for part in self))
+
+
+class Iterate:
+    """The current point of each agent; methods act on the given rows only."""
+
+    def __init__(self, objective: Objective, x: Tensor, memory: Memory):
+        self.problem, self.rho = objective.problem, objective.rho
+        self.x = x.clone()
+        self.slope = objective.slope.clone()
+        self.value, self.gradient, self.curvature = memory.value.clone(), memory.gradient.clone(), memory.curvature
+
+    def full_gradient(self, rows: Tensor | None) -> Tensor:
+        """grad h at the current points."""
+        return pick(self.gradient, rows) + pick(self.slope, rows)
+
+    def safe_scale(self, rows: Tensor | None) -> Tensor:
+        """(k', 1) step length 1 / (rho + L) with the largest curvature known."""
+        return 1 / (pick(self.rho, rows) + pick(self.curvature, rows).unsqueeze(1))
+
+    def look(self, rows: Tensor | None, p: Tensor) -> Trial:
+        """Evaluate at x + p.
+
+        The proximal part of the change is computed in closed form; only f's own difference cancels. What the trial
+        tells of the curvature is kept, whether or not the point is accepted.
+        """
+        point = pick(self.x, rows) + p
+        value, gradient = self.problem.value_and_grad(point, rows)
+        bend, length = gradient - pick(self.gradient, rows), norm(p)
+        bent = norm(bend)
+        change = value - pick(self.value, rows) + dot(pick(self.slope, rows), p)
+        change += pick(self.rho, rows).squeeze(1) * length**2 / 2 + 0 * bent
+        larger = torch.maximum(pick(self.curvature, rows), (bent / length).nan_to_num(0, 0))
+        self.curvature = larger if rows is None else self.curvature.index_copy(0, rows, larger)
+        return Trial(point, value, gradient, bend, change)
+
+    def move(self, rows: Tensor | None, trial: Trial, p: Tensor) -> None:
+        """Go to the point that was looked at."""
+        if rows is None:
+            self.x, self.value, self.gradient = trial.point, trial.value, trial.gradient
+            self.slope.addcmul_(self.rho, p)
+        else:
+            self.x[rows], self.value[rows], self.gradient[rows] = trial.point, trial.value, trial.gradient
+            self.slope[rows] += self.rho[rows] * p

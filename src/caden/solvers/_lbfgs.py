@@ -1,0 +1,231 @@
+"""Limited-memory BFGS for all agents at once, with per-agent budgets and one gradient per accepted step.
+
+Liu and Nocedal, "On the limited memory BFGS method for large scale optimization", Math. Programming 45, 1989; the
+direction in the compact form of Byrd, Nocedal and Schnabel, "Representations of quasi-Newton matrices and their use in
+limited memory methods", Math. Programming 63, 1994 (Theorem 2.2). With S = [s_1 .. s_M], Y likewise (oldest first),
+R = upper triangle of S'Y and D its diagonal:
+
+    H g = gamma g + S q - gamma Y p,   p = R^-1 S'g,   q = R^-T ((D + gamma Y'Y) p - gamma Y'g),   gamma = s'y / y'y
+
+All inner products come from one Gram matrix of the stored vectors, of which a new pair changes two rows: an iteration
+reads the memory twice, whatever its length, instead of 4 M times.
+
+The Hessian of a subproblem is that of f_i plus rho_i I. Stored are s and the change of grad f_i alone; rho_i s is added
+when a pair is used, in coefficients. So the memory stays valid when phi, the anchors or rho change between rounds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden.core import Info, LocalSolver, Objective, Problem, Solved
+from caden.errors import CadenError, choose, whole
+from caden.parallel import each
+from caden.solvers._iterate import WIDE, Iterate, Memory, dot, index, norm, pick, start
+
+_ARMIJO = 1e-4
+_TRIALS = 3  # the direction, a shortened one, a safe gradient step
+
+
+class Pairs(NamedTuple):
+    """Circular buffers, one per agent: slot (stored % M) is the next to be written."""
+
+    vectors: Tensor  # (k, 2M, d): s in the first M slots, the changes of grad f_i in the others
+    gram: Tensor  # (k, 2M, 2M) float64 inner products; the newest pair's are filled in when a direction is asked for
+    stored: Tensor  # (k,) int64 pairs written since the last reset
+
+    @property
+    def memory(self) -> int:
+        return self.vectors.shape[1] // 2
+
+    def write(self, rows: Tensor, s: Tensor, y: Tensor) -> None:
+        """Store a pair for each of the rows."""
+        slot = self.stored[rows] % self.memory
+        if s.shape[1] < WIDE:
+            self.vectors[rows, slot], self.vectors[rows, self.memory + slot] = s, y
+        else:
+            for a, (i, j) in enumerate(zip(rows.tolist(), slot.tolist())):
+                self.vectors[i, j], self.vectors[i, self.memory + j] = s[a], y[a]
+        self.stored[rows] += 1
+
+    def inner(self, rows: Tensor, g: Tensor) -> Tensor:
+        """(k', 3, 2M) inner products of the newest s, the newest y and g with all stored vectors, in float64."""
+        newest = (self.stored[rows] - 1) % self.memory
+        if g.shape[1] < WIDE:
+            fresh = torch.stack([self.vectors[rows, newest], self.vectors[rows, self.memory + newest], g], dim=1)
+            return torch.bmm(fresh, self.vectors[rows].mT).double()
+        out = g.new_empty(len(g), 3, 2 * self.memory)
+        at, slots = rows.tolist(), newest.tolist()
+
+        def one(a: int) -> None:
+            mine = self.vectors[at[a]]
+            torch.mm(torch.stack([mine[slots[a]], mine[self.memory + slots[a]], g[a]]), mine.mT, out=out[a])
+
+        each(one, range(len(at)))
+        return out.double()
+
+    def combine(self, rows: Tensor, weights: Tensor, base: Tensor) -> Tensor:
+        """base + sum_l weights_l vector_l, in place: (k', 2M), (k', d) -> (k', d)."""
+        weights = weights.to(base.dtype).unsqueeze(1)
+        if base.shape[1] < WIDE:
+            return base.unsqueeze(1).baddbmm_(weights, self.vectors[rows]).squeeze(1)
+        at = rows.tolist()
+
+        def one(a: int) -> None:
+            base[a : a + 1].addmm_(weights[a], self.vectors[at[a]])
+
+        each(one, range(len(at)))
+        return base
+
+
+class LBFGSMemory(NamedTuple):
+    """The common fields of `Memory`, and the pairs if they are carried from round to round."""
+
+    value: Tensor
+    gradient: Tensor
+    curvature: Tensor
+    vectors: Tensor
+    gram: Tensor
+    stored: Tensor
+
+
+def no_pairs(like: Tensor, memory: int) -> Pairs:
+    """Empty buffers for k agents."""
+    k, d = like.shape
+    gram = like.new_zeros(k, 2 * memory, 2 * memory, dtype=torch.float64)
+    return Pairs(like.new_zeros(k, 2 * memory, d), gram, torch.zeros(k, dtype=torch.int64, device=like.device))
+
+
+def direction(pairs: Pairs, rows: Tensor, g: Tensor, rho: Tensor, scale: Tensor) -> Tensor:
+    """-H g for the given rows; -scale g where nothing is stored. Completes the Gram matrix with the newest pair."""
+    memory, stored = pairs.memory, pairs.stored[rows]
+    if memory == 0 or not bool(stored.any()):
+        return -scale * g
+
+    products = pairs.inner(rows, g)
+    newest = (stored - 1) % memory
+    for which, slot in enumerate((newest, memory + newest)):
+        pairs.gram[rows, slot] = products[:, which]
+        pairs.gram[rows, :, slot] = products[:, which]
+
+    # Oldest first, and with rho: y = (change of grad f) + rho s.
+    count = stored.clamp(max=memory).unsqueeze(1)
+    ages = torch.arange(memory, device=g.device)
+    order = (stored.unsqueeze(1) - count + ages) % memory  # (k', M)
+    gram, shift = pairs.gram[rows], rho.double().unsqueeze(2)
+    ss, sf, ff = gram[:, :memory, :memory], gram[:, :memory, memory:], gram[:, memory:, memory:]
+    batch = torch.arange(len(rows), device=g.device)[:, None, None]
+    sy = (sf + shift * ss)[batch, order[:, :, None], order[:, None, :]]
+    yy = (ff + shift * (sf + sf.mT) + shift**2 * ss)[batch, order[:, :, None], order[:, None, :]]
+    sg = products[:, 2, :memory].gather(1, order)
+    yg = products[:, 2, memory:].gather(1, order) + rho.double() * sg
+
+    diagonal = sy.diagonal(dim1=1, dim2=2)
+    valid = (ages < count) & (diagonal > 0)
+    both = valid[:, :, None] & valid[:, None, :]
+    triangle = torch.where(both, sy, 0).triu() + torch.diag_embed((~valid).double())
+    sg, yg, yy = sg * valid, yg * valid, yy * both
+    last = (count - 1).clamp(min=0)
+    gamma = (diagonal.gather(1, last) / yy.diagonal(dim1=1, dim2=2).gather(1, last)).to(g.dtype)
+    usable = valid.gather(1, last) & gamma.isfinite()
+    gamma = torch.where(usable, gamma, scale).double()
+
+    p = torch.linalg.solve_triangular(triangle, sg.unsqueeze(2), upper=True)
+    q = diagonal.unsqueeze(2) * p + gamma.unsqueeze(2) * (yy @ p - yg.unsqueeze(2))
+    q = torch.linalg.solve_triangular(triangle.mT, q * valid.unsqueeze(2), upper=False)
+    p, q = p.squeeze(2), q.squeeze(2)
+
+    weights = torch.zeros(len(rows), 2 * memory, dtype=torch.float64, device=g.device)
+    weights.scatter_(1, order, gamma * rho.double() * p - q)
+    weights.scatter_(1, memory + order, gamma * p)
+    return pairs.combine(rows, weights, -gamma.to(g.dtype) * g)
+
+
+def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True) -> LocalSolver:
+    """A few L-BFGS steps on every agent's subproblem.
+
+    An iteration tries the quasi-Newton step at full length; the first ever is a gradient step of 1/(rho_i + L_i). An
+    accepted trial's gradient is the next iterate's, so it costs one gradient. A rejected one is shortened by
+    interpolation; if that fails too, the memory is dropped and a gradient step with the curvature learnt from the
+    failures is taken ("fallback"). A row for which even that is not finite or climbs stays where it is ("stalled").
+
+    Args:
+        memory: pairs kept per agent.
+        line_search: "backtrack" (Armijo with a tolerance of the order of eps |f|) or "none" (take what is finite).
+        carry: keep the pairs over rounds.
+    """
+    whole("memory", memory, least=1)
+    choose("line search", line_search, ("backtrack", "none"))
+    if not isinstance(carry, bool):
+        raise CadenError(f"`carry` must be true or false, got {carry!r}.")
+
+    def init(problem: Problem, x: Tensor, curvature: Tensor | None) -> LBFGSMemory:
+        return LBFGSMemory(*start(problem, x, curvature), *no_pairs(x, memory if carry else 0))
+
+    def solve(objective: Objective, x: Tensor, work: Tensor, state: LBFGSMemory) -> Solved:
+        now = Iterate(objective, x, Memory(*state[:3]))
+        steps = int(work.max())
+        pairs = Pairs(*state[3:]) if carry else no_pairs(x, min(memory, max(steps - 1, 0)))
+        rejected = fallbacks = 0
+        stalled: set[int] = set()
+        for iteration in range(steps):
+            g = now.full_gradient(None)
+            live = (work > iteration) & (norm(g) > 0)
+            if not bool(live.any()):
+                break
+            rows = index(live)  # None: all of them
+            at = live.nonzero().flatten()
+            g, scale = pick(g, rows), now.safe_scale(rows)
+            p = direction(pairs, at, g, pick(now.rho, rows), scale)
+            slope = dot(g, p)  # (k',) derivative of h along p
+            lost = ~(slope < 0)
+            if bool(lost.any()):  # not a descent direction, or not a number
+                fallbacks += int(lost.sum())
+                p = torch.where(lost.unsqueeze(1), -scale * g, p)
+                slope = torch.where(lost, dot(g, p), slope)
+                pairs.stored[at[lost]] = 0
+
+            for trial in range(_TRIALS):
+                seen = now.look(rows, p)
+                slack = 10 * torch.finfo(x.dtype).eps * (seen.value.abs() + pick(now.value, rows).abs())
+                bound = torch.inf if line_search == "none" else (slack if trial == 2 else _ARMIJO * slope + slack)
+                good = seen.change.isfinite() & (seen.change <= bound)
+                if bool(good.all()):
+                    _store(pairs, now, at, p, seen.bend)
+                    now.move(rows, seen, p)
+                    break
+                _store(pairs, now, at[good], p[good], seen.bend[good])
+                now.move(at[good], seen.keep(good), p[good])
+                rows = at = at[~good]
+                if trial == _TRIALS - 1:
+                    stalled.update(at.tolist())
+                    break
+                rejected += len(at)
+                g, p, slope, change = g[~good], p[~good], slope[~good], seen.change[~good]
+                if trial == 0:
+                    shorter = (-slope / (2 * (change - slope))).nan_to_num(0.1).clamp(0.1, 0.5)
+                    p, slope = p * shorter.unsqueeze(1), slope * shorter
+                else:
+                    fallbacks += len(at)
+                    pairs.stored[at] = 0
+                    p = -now.safe_scale(at) * g
+        info = Info(now.value, now.gradient, rejected, fallbacks, tuple(sorted(stalled)))
+        kept_pairs = pairs if carry else no_pairs(x, 0)
+        return Solved(now.x, LBFGSMemory(now.value, now.gradient, now.curvature, *kept_pairs), info)
+
+    return LocalSolver(init, solve, "lbfgs")
+
+
+def _store(pairs: Pairs, now: Iterate, rows: Tensor, s: Tensor, y: Tensor) -> None:
+    """Write the pairs of an accepted step, where the subproblem curved upwards enough along it."""
+    if pairs.memory == 0 or len(rows) == 0:
+        return
+    rho, square = now.rho[rows].squeeze(1), norm(s) ** 2
+    guard = 1e-6 * (rho + now.curvature[rows]) * square
+    convex = dot(s, y) + rho * square > guard
+    if not bool(convex.all()):
+        rows, s, y = rows[convex], s[convex], y[convex]
+    pairs.write(rows, s, y)

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import caden
+
+torch.set_num_threads(1)  # the suite runs on several workers
+
+
+@pytest.fixture(scope="session")
+def graph():
+    """The paper's: 20 agents, 37 edges."""
+    return caden.graphs.erdos_renyi(20, 0.2, edges=37, seed=1)
+
+
+@pytest.fixture(scope="session")
+def quadratic():
+    return caden.problems.quadratic(agents=20, dim=5, seed=3)
+
+
+def masks(agents, rounds, p, seed=0):
+    """Who is awake, drawn independently of the library."""
+    rng = np.random.default_rng(seed)
+    return [rng.random(agents) < p for _ in range(rounds)]
+
+
+def scheduled(awake):
+    """The same masks as a participation schedule."""
+    return lambda round, draw: awake[round]
