@@ -63,7 +63,7 @@ class Graph:
         if self.agents <= _DENSE:
             values = np.linalg.eigvalsh(matrix.toarray())
             return float(values[1]), float(values[-1])
-        largest = float(eigsh(matrix, k=1, which="LA", return_eigenvectors=False)[0])
+        largest = float(eigsh(matrix, k=1, which="LA", tol=1e-5, return_eigenvectors=False)[0])
         shift = -1e-3 * largest  # below the spectrum, so that the shifted matrix is regular
         small = eigsh(matrix, k=2, sigma=shift, which="LM", return_eigenvectors=False)
         return float(np.sort(small)[1]), largest

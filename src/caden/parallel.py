@@ -3,6 +3,7 @@ depends on the shape, so it is measured."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -13,6 +14,23 @@ from functools import cache
 import torch
 
 from caden.errors import choose
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Ask glibc to keep freed blocks instead of handing them back to the system at once; True if it listens.
+
+    A round makes and drops dozens of tensors of k x d numbers. Returned and fetched again each time, page by page, they
+    cost about as much as the arithmetic done on them.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # not glibc
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30)) and bool(mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
 
 
 @cache

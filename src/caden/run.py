@@ -20,6 +20,7 @@ from caden.graphs import Graph
 from caden.history import Result, Row, RunDirectory
 from caden.metrics import measure
 from caden.network import Stacked
+from caden.parallel import keep_freed_memory
 from caden.progress import ProgressBar
 from caden.schedules import Draw, Participation, Schedule, Workload
 
@@ -110,6 +111,7 @@ def simulate(
         raise CadenError(f"`target` must lie in (0, 1], got {target}.")
     if resume and directory is None:
         raise CadenError("`resume` needs the `directory` of the run.")
+    keep_freed_memory()
     draw = Draw(seed, graph.agents)
     awake, workload = Participation(participation, draw), Workload(local_steps, draw)
     counted = Counted(problem)

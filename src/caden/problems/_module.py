@@ -18,7 +18,7 @@ from caden.errors import CadenError, choose, whole
 from caden.parallel import each, fastest
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-_CHUNK = 3 << 19  # bytes of input per call: an agent's data pass the cache in pieces that stay there for the way back
+_CHUNK = 16 << 20  # bytes of input per call, so that the activations of a large shard do not all exist at once
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:

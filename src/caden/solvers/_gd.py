@@ -29,8 +29,8 @@ def gd(step: float | None = None) -> LocalSolver:
         for iteration in range(int(work.max())):
             live = work > iteration
             rows = index(live)
-            length = now.safe_scale(rows) if step is None else step
-            p = -length * now.full_gradient(rows)
+            g = now.full_gradient(rows)
+            p = -(now.safe_scale(rows, g) if step is None else step) * g
             now.move(rows, now.look(rows, p), p)
         return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
 

@@ -63,6 +63,7 @@ class Trial(NamedTuple):
     gradient: Tensor  # (k', d) of f
     bend: Tensor  # (k', d) change of the gradient of f
     change: Tensor  # (k',) h(x + p) - h(x); not a number if value or gradient is not finite
+    curvature: Tensor  # (k',) |bend| / |p|; 0 if that is not finite
 
     def keep(self, good: Tensor) -> Trial:
         """The rows where `good` holds."""
@@ -76,21 +77,32 @@ class Iterate:
         self.problem, self.rho = objective.problem, objective.rho
         self.x = x.clone()
         self.slope = objective.slope.clone()
-        self.value, self.gradient, self.curvature = memory.value.clone(), memory.gradient.clone(), memory.curvature
+        self.value, self.gradient, self.curvature = (
+            memory.value.clone(),
+            memory.gradient.clone(),
+            memory.curvature.clone(),
+        )
 
     def full_gradient(self, rows: Tensor | None) -> Tensor:
         """grad h at the current points."""
         return pick(self.gradient, rows) + pick(self.slope, rows)
 
-    def safe_scale(self, rows: Tensor | None) -> Tensor:
-        """(k', 1) step length 1 / (rho + L) with the largest curvature known."""
-        return 1 / (pick(self.rho, rows) + pick(self.curvature, rows).unsqueeze(1))
+    def safe_scale(self, rows: Tensor | None, g: Tensor) -> Tensor:
+        """(k', 1) step length 1 / (rho + L) along -g with the largest curvature known.
+
+        While nothing is known of L, the step is no longer than x itself (or 1).
+        """
+        known = pick(self.curvature, rows).unsqueeze(1)
+        scale = 1 / (pick(self.rho, rows) + known)
+        if bool((known > 0).all()):
+            return scale
+        cap = (norm(pick(self.x, rows)).clamp(min=1) / norm(g)).unsqueeze(1)
+        return torch.where(known > 0, scale, torch.minimum(scale, cap))
 
     def look(self, rows: Tensor | None, p: Tensor) -> Trial:
         """Evaluate at x + p.
 
-        The proximal part of the change is computed in closed form; only f's own difference cancels. What the trial
-        tells of the curvature is kept, whether or not the point is accepted.
+        The proximal part of the change is computed in closed form; only f's own difference cancels.
         """
         point = pick(self.x, rows) + p
         value, gradient = self.problem.value_and_grad(point, rows)
@@ -98,12 +110,12 @@ class Iterate:
         bent = norm(bend)
         change = value - pick(self.value, rows) + dot(pick(self.slope, rows), p)
         change += pick(self.rho, rows).squeeze(1) * length**2 / 2 + 0 * bent
-        larger = torch.maximum(pick(self.curvature, rows), (bent / length).nan_to_num(0, 0))
-        self.curvature = larger if rows is None else self.curvature.index_copy(0, rows, larger)
-        return Trial(point, value, gradient, bend, change)
+        return Trial(point, value, gradient, bend, change, (bent / length).nan_to_num(0, 0))
 
     def move(self, rows: Tensor | None, trial: Trial, p: Tensor) -> None:
-        """Go to the point that was looked at."""
+        """Go to the point that was looked at, and remember the largest curvature met."""
+        larger = torch.maximum(pick(self.curvature, rows), trial.curvature)
+        self.curvature = larger if rows is None else self.curvature.index_copy(0, rows, larger)
         if rows is None:
             self.x, self.value, self.gradient = trial.point, trial.value, trial.gradient
             self.slope.addcmul_(self.rho, p)

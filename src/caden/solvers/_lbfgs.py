@@ -178,7 +178,8 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True) 
                 break
             rows = index(live)  # None: all of them
             at = live.nonzero().flatten()
-            g, scale = pick(g, rows), now.safe_scale(rows)
+            g = pick(g, rows)
+            scale = now.safe_scale(rows, g)
             p = direction(pairs, at, g, pick(now.rho, rows), scale)
             slope = dot(g, p)  # (k',) derivative of h along p
             lost = ~(slope < 0)
@@ -188,6 +189,7 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True) 
                 slope = torch.where(lost, dot(g, p), slope)
                 pairs.stored[at[lost]] = 0
 
+            worst = torch.zeros_like(slope)  # curvature met by rejected trials
             for trial in range(_TRIALS):
                 seen = now.look(rows, p)
                 slack = 10 * torch.finfo(x.dtype).eps * (seen.value.abs() + pick(now.value, rows).abs())
@@ -200,8 +202,10 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True) 
                 _store(pairs, now, at[good], p[good], seen.bend[good])
                 now.move(at[good], seen.keep(good), p[good])
                 rows = at = at[~good]
+                worst = torch.maximum(worst, seen.curvature)[~good]
                 if trial == _TRIALS - 1:
                     stalled.update(at.tolist())
+                    now.curvature[at] = 10 * torch.maximum(worst, now.curvature[at] + now.rho[at].squeeze(1))
                     break
                 rejected += len(at)
                 g, p, slope, change = g[~good], p[~good], slope[~good], seen.change[~good]
@@ -211,7 +215,8 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True) 
                 else:
                     fallbacks += len(at)
                     pairs.stored[at] = 0
-                    p = -now.safe_scale(at) * g
+                    known = now.rho[at] + torch.maximum(worst, now.curvature[at]).unsqueeze(1)
+                    p = -torch.minimum(1 / known, (0.1 * norm(p) / norm(g)).unsqueeze(1)) * g
         info = Info(now.value, now.gradient, rejected, fallbacks, tuple(sorted(stalled)))
         kept_pairs = pairs if carry else no_pairs(x, 0)
         return Solved(now.x, LBFGSMemory(now.value, now.gradient, now.curvature, *kept_pairs), info)

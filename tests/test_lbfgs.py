@@ -1,0 +1,264 @@
+"""L-BFGS as a ladder: dense BFGS -> two-loop per agent -> batched; then whole solves against scipy and torch.optim."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from oracles import dense_bfgs, two_loop
+
+import caden
+from caden.core import Objective
+from caden.run import Counted
+from caden.solvers import lbfgs
+from caden.solvers._lbfgs import direction, no_pairs
+
+F64 = torch.float64
+
+
+def random_pairs(rng, count, d):
+    """Pairs with positive curvature, from a random positive definite matrix."""
+    Q = rng.normal(size=(d, d))
+    A = Q @ Q.T + 0.1 * np.eye(d)
+    steps = rng.normal(size=(count, d))
+    return [(s, A @ s) for s in steps]
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_two_loop_is_dense_bfgs(count):
+    rng = np.random.default_rng(count)
+    pairs, g = random_pairs(rng, count, 6), rng.normal(size=6)
+    np.testing.assert_allclose(two_loop(pairs, g, 0.3), dense_bfgs(pairs, 0.3) @ g, rtol=1e-9)
+
+
+@pytest.mark.parametrize("d", [6, 1 << 13], ids=["narrow", "wide"])
+@pytest.mark.parametrize("rho", [0.0, 0.7])
+def test_batched_direction_is_two_loop_per_agent(d, rho):
+    """Agents with different numbers of pairs, some beyond the memory, asked for in subsets."""
+    rng, memory, k = np.random.default_rng(0), 4, 5
+    counts = [0, 1, 3, 4, 9]
+    pairs = no_pairs(torch.zeros(k, d, dtype=F64), memory)
+    lists = [[] for _ in range(k)]
+    for n in range(max(counts)):
+        for i in range(k):
+            if n < counts[i]:
+                s = rng.normal(size=d)
+                y_f = s * np.linspace(0.5, 2, d) + 0.01 * rng.normal(size=d)
+                pairs.write(torch.tensor([i]), torch.tensor(s)[None], torch.tensor(y_f)[None])
+                lists[i].append((s, y_f + rho * s))
+        rows = torch.arange(k)
+        direction(pairs, rows, torch.ones(k, d, dtype=F64), torch.full((k, 1), rho, dtype=F64), torch.ones(k, 1))
+    g = rng.normal(size=(k, d))
+    scale = torch.full((k, 1), 0.25, dtype=F64)
+    for chosen in ([0, 1, 2, 3, 4], [1, 4], [0]):
+        rows = torch.tensor(chosen)
+        weight = torch.full((len(chosen), 1), rho, dtype=F64)
+        found = direction(pairs, rows, torch.tensor(g[chosen]), weight, scale[rows])
+        for a, i in enumerate(chosen):
+            kept = lists[i][-memory:]
+            gamma = (kept[-1][0] @ kept[-1][1]) / (kept[-1][1] @ kept[-1][1]) if kept else 0.25
+            np.testing.assert_allclose(found[a].numpy(), -two_loop(kept, g[i], gamma), rtol=1e-8, atol=1e-10)
+
+
+def test_carried_pairs_stay_right_when_rho_changes():
+    """Only the change of grad f is stored: the same memory serves another rho."""
+    rng, d = np.random.default_rng(1), 8
+    A = np.diag(np.linspace(0.5, 3, d))
+    pairs = no_pairs(torch.zeros(1, d, dtype=F64), 3)
+    row, kept = torch.tensor([0]), []
+    g = torch.tensor(rng.normal(size=(1, d)))
+    for _ in range(3):
+        s = rng.normal(size=d)
+        pairs.write(row, torch.tensor(s)[None], torch.tensor(A @ s)[None])
+        kept.append((s, A @ s))
+        direction(pairs, row, g, torch.full((1, 1), 5.0, dtype=F64), torch.ones(1, 1, dtype=F64))
+    for rho in (0.0, 0.1, 20.0):
+        real = [(s, y + rho * s) for s, y in kept]
+        gamma = (real[-1][0] @ real[-1][1]) / (real[-1][1] @ real[-1][1])
+        found = direction(pairs, row, g, torch.full((1, 1), rho, dtype=F64), torch.ones(1, 1, dtype=F64))
+        np.testing.assert_allclose(found[0].numpy(), -two_loop(real, g[0].numpy(), gamma), rtol=1e-9)
+
+
+def rosenbrock(x):
+    return (100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2).sum()
+
+
+def beale(x):
+    a, b = x[0], x[1]
+    return (1.5 - a + a * b) ** 2 + (2.25 - a + a * b**2) ** 2 + (2.625 - a + a * b**3) ** 2
+
+
+def powell(x):
+    a, b, c, d = x
+    return (a + 10 * b) ** 2 + 5 * (c - d) ** 2 + (b - 2 * c) ** 4 + 10 * (a - d) ** 4
+
+
+FUNCTIONS = {
+    "rosenbrock2": (rosenbrock, [-1.2, 1.0]),
+    "rosenbrock10": (rosenbrock, [-1.2, 1.0] * 5),
+    "beale": (beale, [1.0, 1.0]),
+    "powell": (powell, [3.0, -1.0, 0.0, 1.0]),
+}
+
+
+def solve(problem, x, work, solver, rho=0.0, slope=None):
+    """Minimise with one call of the local solver."""
+    memory = solver.init(problem, x, None)
+    slope = torch.zeros_like(x) if slope is None else slope
+    objective = Objective(problem, slope, torch.full((len(x), 1), rho, dtype=x.dtype))
+    return solver.solve(objective, x, torch.as_tensor(work), memory)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_standard_functions_against_scipy(name):
+    f, start = FUNCTIONS[name]
+    problem = Counted(caden.problems.functions([f], dim=len(start)))
+    # Nothing is known of the curvature here, so a little proximal weight gives the first step its length.
+    solved = solve(problem, torch.tensor([start], dtype=F64), [150], lbfgs(), rho=1e-8)
+    numpy_f = lambda v: float(f(torch.tensor(v)))  # noqa: E731
+    reference = scipy.optimize.minimize(numpy_f, start, method="L-BFGS-B", options={"maxcor": 10, "maxiter": 150})
+    assert float(f(solved.x[0])) < max(1e-10, reference.fun * 1.1)
+
+
+def test_logistic_regression_against_scipy_and_torch():
+    problem = caden.problems.logistic(agents=1, dim=12, samples=80, alpha=0.0, l2=0.05, seed=5)
+    x0 = torch.zeros(1, 12, dtype=F64)
+
+    def both(v):
+        value, gradient = problem.value_and_grad(torch.tensor(v)[None])
+        return float(value), gradient[0].numpy()
+
+    best = scipy.optimize.minimize(both, x0[0].numpy(), jac=True, method="L-BFGS-B", options={"ftol": 1e-15})
+    ours = solve(problem, x0, [60], lbfgs(), rho=0.0 + 1e-12)
+    np.testing.assert_allclose(ours.x[0].numpy(), best.x, atol=2e-5)
+
+    x = x0.clone().requires_grad_()
+    torch_lbfgs = torch.optim.LBFGS([x], lr=1, max_iter=15, history_size=10, line_search_fn="strong_wolfe")
+
+    def closure():
+        value, gradient = problem.value_and_grad(x.detach())
+        x.grad = gradient
+        return value.sum()
+
+    torch_lbfgs.step(closure)
+    theirs = float(problem.value_and_grad(x.detach())[0])
+    fifteen = solve(problem, x0, [15], lbfgs(), rho=1e-12)
+    start, optimum = float(problem.value_and_grad(x0)[0]), float(best.fun)
+    # After 15 iterations both have closed all but a thousandth of the gap.
+    assert float(fifteen.memory.value) - optimum < 1e-3 * (start - optimum)
+    assert theirs - optimum < 1e-3 * (start - optimum)
+
+
+def test_subproblem_is_the_one_that_was_asked_for(quadratic):
+    rng = torch.Generator().manual_seed(0)
+    x, slope = torch.randn(20, 5, dtype=F64, generator=rng), torch.randn(20, 5, dtype=F64, generator=rng)
+    solved = solve(quadratic, x, [60] * 20, lbfgs(), rho=0.4, slope=slope)
+    H = quadratic.hessian + 0.4 * torch.eye(5, dtype=F64)
+    expected = torch.linalg.solve(H, quadratic.linear - slope + 0.4 * x)
+    torch.testing.assert_close(solved.x, expected, atol=1e-9, rtol=0)
+
+
+def test_budgets_are_per_agent_and_agents_do_not_mix(quadratic):
+    """A batched solve equals the solves of its agents one by one; budget 0 leaves a row untouched to the bit."""
+    x = torch.randn(20, 5, dtype=F64, generator=torch.Generator().manual_seed(1))
+    work = [i % 5 for i in range(20)]
+    together = solve(quadratic, x, work, lbfgs(), rho=0.3)
+    for i in range(20):
+        alone = solve(quadratic.take([i]), x[i : i + 1], [work[i]], lbfgs(), rho=0.3)
+        torch.testing.assert_close(together.x[i : i + 1], alone.x, rtol=1e-10, atol=1e-12)
+        if work[i] == 0:
+            assert torch.equal(together.x[i], x[i])
+
+
+def test_value_and_gradient_are_those_of_f_at_the_end(quadratic):
+    x = torch.randn(20, 5, dtype=F64, generator=torch.Generator().manual_seed(2))
+    solved = solve(quadratic, x, [3] * 20, lbfgs(), rho=0.3)
+    value, gradient = quadratic.value_and_grad(solved.x)
+    torch.testing.assert_close(solved.memory.value, value)
+    torch.testing.assert_close(solved.memory.gradient, gradient)
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("carry", [True, False])
+def test_a_local_step_costs_one_gradient(graph, participation, carry):
+    """tau gradients per awake agent and round, plus the rejected ones, plus one each at the very start."""
+    method = caden.methods.caden(mu_z=0.3, solver=lbfgs(carry=carry))
+    problem = caden.problems.logistic(agents=20, dim=30, seed=1)
+    result = caden.simulate(method, problem, graph, rounds=12, local_steps=5, participation=participation)
+    history = result.history
+    # Row 0 has no round: its `active` is not work.
+    expected = 20 + 5 * history.active[1:].sum() + history.rejected.iloc[-1]
+    assert history.gradients.iloc[-1] == expected
+    assert history.rejected.iloc[-1] <= 2 * 5 * history.active[1:].sum()
+
+
+def test_rejected_trials_are_at_most_two_per_step_and_descent_is_kept():
+    """A function whose curvature explodes away from the start: long steps must be taken back."""
+    f = lambda x: (x**4).sum() * 1e3 + x.sum()  # noqa: E731
+    problem = Counted(caden.problems.functions([f], dim=3))
+    x = torch.full((1, 3), 0.01, dtype=F64)
+    before = float(problem.value_and_grad(x)[0])
+    problem.gradients = 0
+    solved = solve(problem, x, [8], lbfgs(), rho=1e-3)
+    assert 0 < solved.info.rejected <= 16
+    assert problem.gradients == 1 + 8 + solved.info.rejected
+    assert float(solved.memory.value) < before
+
+
+def test_not_a_number_falls_back_to_a_safe_step_and_says_so():
+    """A barrier: the function exists in a ball of radius 0.03 only, far shorter than the first two trials."""
+    f = lambda x: 100 * x.sum() - (0.03**2 - (x**2).sum()).log()  # noqa: E731
+    problem = caden.problems.functions([f], dim=2)
+    solved = solve(problem, torch.zeros(1, 2, dtype=F64), [60], lbfgs(), rho=1e-4)
+    assert solved.info.rejected >= 2
+    assert solved.info.fallbacks > 0
+    assert solved.info.stalled == ()
+    assert solved.memory.gradient.norm() < 1e-4
+
+
+def test_nowhere_to_go_is_reported_as_stalled():
+    f = lambda x: torch.where(x > 0, torch.nan, x).sum()  # noqa: E731  (defined at the start only)
+    problem = caden.problems.functions([f, lambda x: (x**2).sum()], dim=1)
+    start = torch.tensor([[0.0], [1.0]], dtype=F64)
+
+    class Uphill:
+        """Gradient pointing away from where the function exists."""
+
+        agents, dim = 2, 1
+
+        def value_and_grad(self, x, rows=None):
+            value, gradient = problem.value_and_grad(x, rows)
+            first = 0 if rows is None else (rows == 0).nonzero().flatten().tolist()
+            gradient[first] = -1.0
+            return value, gradient
+
+    solved = solve(Uphill(), start, [3, 3], lbfgs(), rho=0.1)
+    assert solved.info.stalled == (0,)
+    assert torch.equal(solved.x[0], start[0])
+    assert abs(float(solved.x[1])) < 0.1  # the other agent went on
+
+
+def test_float32_accepts_good_steps_near_the_end():
+    """Plain Armijo rejects steps whose gain is below the rounding of f; the tolerance must let them pass."""
+    problem = caden.problems.quadratic(agents=4, dim=30, condition=50, dtype=torch.float32)
+    offset = 1e4  # a large constant in f makes its rounding visible
+
+    class Shifted:
+        agents, dim, dtype, device = 4, 30, torch.float32, torch.device("cpu")
+
+        def value_and_grad(self, x, rows=None):
+            value, gradient = problem.value_and_grad(x, rows)
+            return value + offset, gradient
+
+    solved = solve(Shifted(), torch.zeros(4, 30), [60] * 4, lbfgs(), rho=0.1)
+    H = problem.hessian + 0.1 * torch.eye(30)
+    expected = torch.linalg.solve(H, problem.linear)
+    assert solved.info.fallbacks == 0
+    torch.testing.assert_close(solved.x, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_bad_parameters():
+    for make in (lambda: lbfgs(memory=0), lambda: lbfgs(line_search="wolf"), lambda: lbfgs(carry="yes")):
+        with pytest.raises(caden.CadenError):
+            make()
