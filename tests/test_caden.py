@@ -95,7 +95,9 @@ UNEQUAL = [0.05] * 3 + [1.0] * 17
 
 
 @pytest.mark.parametrize(
-    ("participation", "rounds"), [(1.0, 250), (0.5, 450), (0.2, 1100), (UNEQUAL, 1300)], ids=["1", ".5", ".2", "unequal"]
+    ("participation", "rounds"),
+    [(1.0, 250), (0.5, 450), (0.2, 1100), (UNEQUAL, 1300)],
+    ids=["1", ".5", ".2", "unequal"],
 )
 def test_reaches_the_centralised_minimiser_however_agents_sleep(quadratic, graph, participation, rounds):
     """With |sum phi| at rounding level in every round."""

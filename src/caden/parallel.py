@@ -72,8 +72,6 @@ def fastest(batching: str, ways: Sequence[str], evaluate: Callable[[str], object
     """The way whose evaluation took the least time, or `batching` itself unless it is "auto"."""
     if batching != "auto":
         return choose("batching", batching, [*ways, "auto"])
-    if len(ways) == 1:
-        return ways[0]
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(repeats):
         for way in ways:

@@ -14,7 +14,7 @@ class ProgressBar:
     """Round, loss, accuracy, consensus, communications and the time left."""
 
     def __init__(self, rounds: int, agents: int, show: bool | None):
-        console = Console(stderr=True)
+        console = Console(stderr=True, force_terminal=show or None)
         self._on = console.is_terminal if show is None else show
         self._agents = agents
         self._bar = Progress(

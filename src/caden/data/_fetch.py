@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from caden.errors import CadenError
@@ -127,7 +128,8 @@ def fetch(name: str, source: Source) -> dict[str, Path]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     for mirror in [*mirrors, *source.mirrors] if wanted else []:
         try:
-            with Progress(*columns, transient=True) as progress:
+            console = Console(stderr=True)
+            with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
                 for file in wanted:
                     content = _download(f"{mirror}{file}.gz", progress)
                     if not _good(content, source.files[file]):

@@ -61,8 +61,9 @@ class Module:
         self._check()
         self.chunk = self._samples_per_call()
         everyone = self.start.expand(self.agents, -1)
-        ways = ("loop", "vmap") if len(self._groups) < self.agents / 2 else ("loop",)
-        self.batching = fastest(batching, ways, lambda way: self._evaluate_with(way, everyone, None))
+        if batching == "auto" and len(self._groups) > self.agents / 2:
+            batching = "loop"  # hardly two shards of one size: there is nothing to batch
+        self.batching = fastest(batching, ("loop", "vmap"), lambda way: self._evaluate_with(way, everyone, None))
 
     def _check(self) -> None:
         """f_i must be a function of the parameters: no randomness, no state that changes in the forward pass."""

@@ -51,12 +51,15 @@ class Pairs(NamedTuple):
                 self.vectors[i, j], self.vectors[i, self.memory + j] = s[a], y[a]
         self.stored[rows] += 1
 
+    def _of(self, rows: Tensor) -> Tensor:
+        return self.vectors if len(rows) == len(self.vectors) else self.vectors[rows]
+
     def inner(self, rows: Tensor, g: Tensor) -> Tensor:
         """(k', 3, 2M) inner products of the newest s, the newest y and g with all stored vectors, in float64."""
         newest = (self.stored[rows] - 1) % self.memory
         if g.shape[1] < WIDE:
             fresh = torch.stack([self.vectors[rows, newest], self.vectors[rows, self.memory + newest], g], dim=1)
-            return torch.bmm(fresh, self.vectors[rows].mT).double()
+            return torch.bmm(fresh, self._of(rows).mT).double()
         out = g.new_empty(len(g), 3, 2 * self.memory)
         at, slots = rows.tolist(), newest.tolist()
 
@@ -71,7 +74,7 @@ class Pairs(NamedTuple):
         """base + sum_l weights_l vector_l, in place: (k', 2M), (k', d) -> (k', d)."""
         weights = weights.to(base.dtype).unsqueeze(1)
         if base.shape[1] < WIDE:
-            return base.unsqueeze(1).baddbmm_(weights, self.vectors[rows]).squeeze(1)
+            return base.unsqueeze(1).baddbmm_(weights, self._of(rows)).squeeze(1)
         at = rows.tolist()
 
         def one(a: int) -> None:

@@ -1,0 +1,297 @@
+"""The command as a user types it, in a process of its own where that matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from caden import CadenError
+from caden.config import experiment
+
+QUICK = ["--set", "rounds=3", "--set", "problem.agents=5", "--set", "graph.name=ring", "--set", "warmup.steps=2"]
+SMALL = 'rounds = {rounds}\n[problem]\nname = "quadratic"\nagents = 6\ndim = 3\n[graph]\nname = "ring"\n{extra}'
+
+
+def caden(*arguments, cwd, timeout=120, **options):
+    """Run the command; returns the finished process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    return subprocess.run(
+        [sys.executable, "-m", "caden", *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        **options,
+    )
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """The same in this process: (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        from caden.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["caden", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as error:
+            code = int(error.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_run_prints_a_table_and_leaves_a_picture(tmp_path):
+    done = caden("run", *QUICK, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # quiet when not a terminal
+    for word in ("final mean accuracy", "rounds to 93%", "communications to 93%", "relative error", "sum of duals"):
+        assert word in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    picture = next(line for line in done.stdout.splitlines() if line.startswith("picture: "))
+    assert (tmp_path / picture.removeprefix("picture: ")).is_file()
+
+
+def test_json_is_one_object(call):
+    code, out, _ = call("run", *QUICK, "--json", "--set", "participation=0.8")
+    assert code == 0
+    found = json.loads(out)
+    assert set(found) == {"summary", "history", "config", "directory"}
+    assert len(found["history"]) == 4
+    assert found["history"][0]["round"] == 0
+    assert {"accuracy", "best_accuracy", "rounds_to_target", "communications_to_target"} <= set(found["summary"])
+    assert found["config"]["participation"] == 0.8
+    assert found["config"]["problem"]["batching"] in ("loop", "vmap")
+    assert Path(found["directory"], "config.toml").is_file()
+
+
+def test_files_settings_and_their_order(call, tmp_path):
+    file = tmp_path / "e.toml"
+    file.write_text(SMALL.format(rounds=4, extra='[method]\nname = "caden"\nmu_z = 0.7\n'))
+    code, out, _ = call("run", file, "--json", "--set", "method.mu_z=0.3", "--set", "method.solver.name=gd")
+    assert code == 0
+    config = json.loads(out)["config"]
+    assert config["method"] == {"name": "caden", "mu_z": 0.3, "solver": {"name": "gd"}}
+    assert config["rounds"] == 4
+    assert "data" not in config["problem"]  # another problem does not inherit the default's parameters
+
+
+def test_the_default_is_the_papers_setting():
+    config = experiment()
+    method, problem, graph = config.build()
+    assert (problem.agents, len(graph.edges), config.local_steps) == (20, 37, 5)
+    assert problem.dim == 64 * 128 + 128 * 10
+    assert config.warmup == {"steps": 20, "step_size": 0.1}
+    assert method.name == "caden"
+
+
+def test_the_configuration_reproduces_the_run(call, tmp_path):
+    call("run", *QUICK, "--out", "first", "--set", "participation=[1, 0.5, 0.5, 0.5, 0.5]")
+    call("run", "first/config.toml", "--out", "second")
+    assert (tmp_path / "first/config.toml").read_text() == (tmp_path / "second/config.toml").read_text()
+    assert (tmp_path / "first/weights.safetensors").read_bytes() == (
+        tmp_path / "second/weights.safetensors"
+    ).read_bytes()
+
+
+def test_own_method_problem_and_model_by_module_and_name(call, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import caden, torch\n"
+        "def method(mu=1.0):\n    return caden.methods.caden(mu_z=mu)\n"
+        "def model():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
+    )
+    code, out, err = call(
+        "run", *QUICK, "--json", "--set", "method.name=mine:method", "--set", "method.mu=0.5", "--set",
+        "problem.model=mine:model",
+    )  # fmt: skip
+    assert code == 0, err
+    code, _, err = call("run", "--set", "method.name=mine:method", "--set", "method.nu=0.5")
+    assert (code, err) == (2, "caden: Unknown key 'method.nu'; did you mean 'method.mu'?\n")
+    code, _, err = call("run", "--set", "method.name=mine:other")
+    assert code == 2
+    assert "Cannot load 'mine:other'" in err
+
+
+BAD = {
+    "unknown method": (["run", "--set", "method.name=cadenn"], "did you mean 'caden'"),
+    "unknown problem": (["run", "--set", "problem.name=quadratics"], "did you mean 'quadratic'"),
+    "unknown graph": (["run", "--set", "graph.name=rings"], "did you mean 'ring'"),
+    "unknown key": (["run", "--set", "roundz=3"], "Unknown key 'roundz'; did you mean 'rounds'"),
+    "unknown method key": (["run", "--set", "method.mu_x=3"], "did you mean 'method.mu_"),
+    "unknown problem key": (["run", "--set", "problem.agent=3"], "did you mean 'problem.agents'"),
+    "unknown graph key": (["run", "--set", "graph.edgs=3"], "did you mean 'graph.edges'"),
+    "unknown warm-up key": (["run", "--set", "warmup.step=3"], "did you mean 'warmup.steps'"),
+    "unknown data": (["run", "--set", "problem.data=minst"], "did you mean 'mnist'"),
+    "wrong type": (["run", "--set", "rounds=many"], "`rounds`"),
+    "wrong nested type": (["run", "--set", "problem.agents=many"], "`agents` must be a whole number"),
+    "mu_z not positive": (["run", "--set", "method.mu_z=-1.0"], "`mu_z` must be a positive number, got -1.0"),
+    "participation": (["run", "--set", "participation=1.5"], "`participation` must lie in (0, 1], got 1.5"),
+    "too many agents": (["run", "--set", "problem.agents=2000", "--set", "graph.name=ring"], "2000 agents need"),
+    "sizes differ": (
+        ["run", "--set", "graph.name=grid", "--set", "graph.rows=3", "--set", "graph.columns=3"],
+        "graph has 9 agents but the problem has 20",
+    ),
+    "disconnected": (
+        ["run", "--set", "problem.agents=4", "--set", "graph.name=from_edges", "--set", "graph.edges=[[0,1],[2,3]]"],
+        "2 components",
+    ),
+    "missing file": (["run", "nowhere.toml"], "Cannot read nowhere.toml: No such file"),
+    "no key=value": (["run", "--set", "rounds"], "key=value"),
+    "no run": (["resume", "nowhere"], "not a run directory"),
+    "no kind": (["list", "method"], "did you mean 'methods'"),
+    "no data": (["data", "fetch", "cifar"], "Unknown data set"),
+    "bad device": (["run", "--set", "device=abacus"], "`device` 'abacus' is not available"),
+    "bad dtype": (["run", "--set", "dtype=float16"], "Unknown dtype"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(call, name):
+    arguments, message = BAD[name]
+    code, out, err = call(*arguments)
+    assert code == 2
+    assert message in err
+    assert err.startswith("caden: ")
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_unreadable_toml(call, tmp_path):
+    (tmp_path / "bad.toml").write_text("rounds = \n")
+    code, _, err = call("run", "bad.toml")
+    assert code == 2
+    assert err.startswith("caden: bad.toml is not valid TOML")
+    assert err.count("\n") == 1
+
+
+def test_existing_directory_and_finished_run(call, tmp_path):
+    assert call("run", *QUICK, "--out", "here")[0] == 0
+    code, _, err = call("run", *QUICK, "--out", "here")
+    assert (code, err) == (2, "caden: here exists already; choose another directory, or resume that run.\n")
+    code, _, err = call("resume", "here")
+    assert code == 2
+    assert "complete" in err
+
+
+def test_corrupted_checkpoint(call, tmp_path):
+    assert call("run", *QUICK, "--out", "here", "--set", "checkpoint_every=1")[0] == 0
+    (tmp_path / "here/weights.safetensors").unlink()
+    path = tmp_path / "here/checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    code, _, err = call("resume", "here")
+    assert code == 2
+    assert "damaged" in err
+    assert err.count("\n") == 1
+
+
+def test_divergence_is_exit_code_1_with_the_history_kept(call, tmp_path):
+    (tmp_path / "e.toml").write_text(SMALL.format(rounds=400, extra="[method]\nmu_z = 1.0\nmu_y = 300.0\n"))
+    code, out, err = call("run", "e.toml", "--out", "here", "--json")
+    assert code == 1
+    assert err.startswith("caden: Diverged in round")
+    assert json.loads(out)["summary"]["stopped"] == "diverged"
+    assert len((tmp_path / "here/metrics.csv").read_text().splitlines()) > 3
+
+
+def test_lists(call):
+    code, out, _ = call("list", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert "caden" in found["methods"]
+    assert "mu_z='auto'" in found["methods"]["caden"]["parameters"]
+    assert all(entry["about"] for kind in found.values() for entry in kind.values())
+    code, out, _ = call("list", "graphs")
+    assert "erdos_renyi" in out
+    code, out, _ = call("data", "list")
+    assert "digits" in out
+    assert call("data", "fetch", "digits")[0] == 0
+
+
+def test_experiments_in_the_repository_are_valid():
+    files = sorted(Path(__file__).parents[1].glob("experiments/*.toml"))
+    assert files
+    for file in files:
+        experiment(file)
+
+
+def test_schedules_in_toml(tmp_path):
+    file = tmp_path / "e.toml"
+    red = '[local_steps]\nname = "switch"\nfirst = 5\nthen = 1\nat = 2\n'
+    file.write_text(SMALL.format(rounds=4, extra=red))
+    history = experiment(file, ["warmup.steps=0", "method.mu_z=1.0", "method.solver.name=gd"]).run().history
+    # 6 at the start and 5 x 6 for the probing of gd's curvature, then 5, 5, 1, 1 steps of 6 agents.
+    assert history.gradients.diff().tolist()[1:] == [30, 30, 6, 6]
+    with pytest.raises(CadenError, match="schedule"):
+        experiment(file, ['participation={name="swap"}']).run()
+
+
+def _killed_and_resumed(folder, delays):
+    """Kill a run after each delay, resume it each time, and return how often it was killed before it ended."""
+    common = ["--set", "checkpoint_every=3", "--set", "participation=0.7", "--set", "rounds=60"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = [sys.executable, "-m", "caden", "run", "--out", "cut", *common]
+    again = [sys.executable, "-m", "caden", "resume", "cut"]
+    kills = 0
+    for delay in delays:
+        command = again if (folder / "cut" / "config.toml").exists() else first
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while not (folder / "cut" / "metrics.csv").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)  # importing takes most of the time; the interesting moments come after it
+        time.sleep(delay)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait(60)
+        if (folder / "cut" / "weights.safetensors").exists():
+            break
+    if not (folder / "cut" / "weights.safetensors").exists():
+        done = caden("resume", "cut", cwd=folder)
+        assert done.returncode == 0, done.stderr
+    done = caden("run", "cut/config.toml", "--out", "whole", cwd=folder)  # the same choice of loop or vmap
+    assert done.returncode == 0, done.stderr
+    return kills
+
+
+def _same_bytes(one, other):
+    assert (one / "weights.safetensors").read_bytes() == (other / "weights.safetensors").read_bytes()
+    rows = [(place / "metrics.csv").read_text().splitlines() for place in (one, other)]
+    assert len(rows[0]) == len(rows[1]) == 62
+    for a, b in zip(*rows):
+        fields_a, fields_b = a.split(","), b.split(",")
+        assert fields_a[:1] + fields_a[2:] == fields_b[:1] + fields_b[2:]  # all but the seconds
+    assert torch.isfinite(load_file(one / "weights.safetensors")["x"]).all()
+
+
+def test_killed_at_random_moments_and_resumed_to_the_same_bytes(tmp_path):
+    rng = random.Random(1)
+    assert _killed_and_resumed(tmp_path, [rng.uniform(0, 1.5) for _ in range(3)]) >= 2
+    _same_bytes(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_killed_many_times(tmp_path):
+    kills = 0
+    for trial in range(3):
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        rng = random.Random(trial)
+        kills += _killed_and_resumed(folder, [rng.uniform(0, 2.0) for _ in range(8)])
+        _same_bytes(folder / "cut", folder / "whole")
+    assert kills >= 10

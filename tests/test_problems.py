@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import caden
+from caden import CadenError
+from caden.problems import classification, functions, logistic, mlp, quadratic, quadratics
+
+F64 = torch.float64
+
+
+def data(n=60, d=7, classes=3, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(n, d, generator=rng, dtype=F64), torch.randint(classes, (n,), generator=rng)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def make_module(**options):
+    options = {"agents": 4, "dtype": F64, "batching": "loop"} | options
+    return classification(network(), data(), data(20, seed=1), **options)
+
+
+PROBLEMS = {
+    "quadratic": lambda: quadratic(4, 6, seed=1),
+    "logistic": lambda: logistic(4, 6, samples=9, alpha=0.3, l2=0.1, seed=1, batching="bmm"),
+    "logistic loop": lambda: logistic(4, 6, samples=9, alpha=0.3, l2=0.1, seed=1, batching="loop"),
+    "functions": lambda: functions([lambda x, i=i: ((x - i) ** 4).sum() + x[0] * x[1] for i in range(4)], dim=6),
+    "module loop": lambda: make_module(),
+    "module vmap": lambda: make_module(batching="vmap"),
+    "module weighted": lambda: make_module(weight="samples", partition={"name": "sizes", "sizes": [1, 2, 3, 4]}),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients_and_hessian_products_are_those_of_the_values(name):
+    """Central differences, row by row; and a subset of rows gives the same numbers."""
+    problem = PROBLEMS[name]()
+    rng = torch.Generator().manual_seed(3)
+    x, v = (torch.randn(4, problem.dim, generator=rng, dtype=F64) / 2 for _ in range(2))
+    value, gradient = problem.value_and_grad(x)
+    e = 1e-5
+    up, down = problem.value_and_grad(x + e * v), problem.value_and_grad(x - e * v)
+    torch.testing.assert_close((gradient * v).sum(1), (up[0] - down[0]) / (2 * e), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(problem.hvp(x, v), (up[1] - down[1]) / (2 * e), rtol=1e-5, atol=1e-7)
+    rows = torch.tensor([1, 3])
+    some = problem.value_and_grad(x[rows], rows)
+    torch.testing.assert_close(some[0], value[rows])
+    torch.testing.assert_close(some[1], gradient[rows])
+    torch.testing.assert_close(problem.hvp(x[rows], v[rows], rows), problem.hvp(x, v)[rows])
+    part = problem.take([3, 1])
+    torch.testing.assert_close(part.value_and_grad(x[[3, 1]])[1], gradient[[3, 1]])
+    assert (part.agents, part.dim) == (2, problem.dim)
+
+
+def test_logistic_value_is_the_formula():
+    rng = np.random.default_rng(0)
+    A, labels, x = rng.normal(size=(9, 4)), np.sign(rng.normal(size=9)), rng.normal(size=4)
+    problem = logistic(features=[A, A[:5]], labels=[labels, labels[:5]], alpha=0.3, l2=0.2)
+    found = problem.value_and_grad(torch.tensor(np.stack([x, x])))[0]
+    for n, value in zip((9, 5), found):
+        loss = np.mean(np.log1p(np.exp(-labels[:n] * (A[:n] @ x))))
+        assert float(value) == pytest.approx(loss + 0.3 * np.sum(x**2 / (1 + x**2)) + 0.1 * x @ x)
+
+
+def test_quadratic_solution_and_condition():
+    problem = quadratic(8, 6, seed=2, condition=25.0)
+    x = problem.solution.expand(8, 6)
+    assert problem.value_and_grad(x)[1].sum(0).abs().max() < 1e-12
+    values = torch.linalg.eigvalsh(problem.hessian)
+    torch.testing.assert_close(values[:, -1] / values[:, 0], torch.full((8,), 25.0, dtype=F64))
+
+
+def test_module_gradient_is_plain_backward():
+    """Against a textbook loop: load the row, mean loss over the shard, backward."""
+    problem = make_module(agents=3)
+    x = torch.randn(3, problem.dim, dtype=F64, generator=torch.Generator().manual_seed(1))
+    value, gradient = problem.value_and_grad(x)
+    for i, (inputs, targets) in enumerate(problem.shards):
+        model = network().double()
+        nn.utils.vector_to_parameters(x[i], model.parameters())
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        torch.testing.assert_close(value[i], loss.detach())
+        torch.testing.assert_close(gradient[i], torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+
+@pytest.mark.parametrize("agents", [4, 7])
+def test_vmap_equals_loop_also_with_unequal_shards(agents):
+    one, other = (make_module(agents=agents, batching=b) for b in ("loop", "vmap"))
+    x = torch.randn(agents, one.dim, dtype=F64, generator=torch.Generator().manual_seed(1))
+    for rows in (None, torch.tensor([0, 2, 3])):
+        at = x if rows is None else x[rows]
+        for a, b in zip(one.value_and_grad(at, rows), other.value_and_grad(at, rows)):
+            torch.testing.assert_close(a, b)
+
+
+def test_pieces_of_a_shard_add_up(monkeypatch):
+    whole = make_module()
+    x = whole.start.expand(4, -1)
+    monkeypatch.setattr("caden.problems._module._CHUNK", 1)
+    pieces = classification(network(), data(400), agents=2, dtype=F64, batching="loop")
+    assert pieces.chunk == 64
+    monkeypatch.undo()
+    together = classification(network(), data(400), agents=2, dtype=F64, batching="loop")
+    assert together.chunk == 200
+    for a, b in zip(pieces.value_and_grad(x[:2]), together.value_and_grad(x[:2])):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_loss_that_is_no_mean_is_never_taken_in_pieces(monkeypatch):
+    monkeypatch.setattr("caden.problems._module._CHUNK", 1)
+    spread = lambda output, target: output.std() + nn.functional.cross_entropy(output, target)  # noqa: E731
+    assert classification(network(), data(400), agents=2, dtype=F64, loss=spread).chunk == 200
+
+
+def test_threads_give_the_same_bits():
+    problem = make_module(agents=6)
+    x = torch.randn(6, problem.dim, dtype=F64, generator=torch.Generator().manual_seed(1))
+    alone = problem.value_and_grad(x)
+    torch.set_num_threads(2)
+    try:
+        together = problem.value_and_grad(x)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(alone[0], together[0])
+    assert torch.equal(alone[1], together[1])
+
+
+def test_weights_of_samples_make_the_sum_the_pooled_loss():
+    parts = {"name": "sizes", "sizes": [1, 2, 3, 4]}
+    problem = make_module(weight="samples", partition=parts)
+    x = problem.start.expand(4, -1)
+    pooled = classification(network(), data(), agents=1, dtype=F64).value_and_grad(problem.start[None])
+    torch.testing.assert_close(problem.value_and_grad(x)[0].mean(), pooled[0][0])
+    torch.testing.assert_close(problem.value_and_grad(x)[1].mean(0), pooled[1][0])
+
+
+def test_arrays_tensors_and_datasets_are_the_same_data():
+    inputs, targets = data()
+    results = [
+        classification(network(), given, agents=3, dtype=F64, batching="loop").value_and_grad(
+            torch.ones(3, 58, dtype=F64)
+        )[0]
+        for given in ((inputs, targets), (inputs.numpy(), targets.numpy()), TensorDataset(inputs, targets))
+    ]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_accuracy_and_module_round_trip():
+    problem = make_module()
+    accuracy = problem.evaluate(problem.start.expand(4, -1))["accuracy"]
+    inputs, targets = data(20, seed=1)
+    model = problem.module(problem.start)
+    expected = (model(inputs).argmax(1) == targets).double().mean()
+    torch.testing.assert_close(accuracy, expected.expand(4))
+    assert type(model) is nn.Sequential
+
+
+def test_regression_with_its_own_loss_and_metric():
+    inputs, _ = data()
+    model = nn.Linear(7, 1)
+    problem = classification(
+        model,
+        (inputs, inputs.sum(1, keepdim=True)),
+        (inputs, inputs.sum(1, keepdim=True)),
+        agents=4,
+        loss=nn.functional.mse_loss,
+        metrics={"error": nn.functional.l1_loss},
+    )
+    result = caden.simulate(caden.methods.caden(mu_z=0.5), problem, caden.graphs.ring(4), rounds=60)
+    assert result.history.error.iloc[-1] < 1e-2
+    assert "accuracy" not in result.history
+
+
+def test_the_users_model_is_not_touched():
+    model = network()
+    before = [p.detach().clone() for p in model.parameters()]
+    problem = classification(model, data(), agents=4)
+    caden.simulate(caden.methods.caden(mu_z=0.5), problem, caden.graphs.ring(4), rounds=2)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert problem.dtype == torch.float32
+
+
+def test_auto_batching_names_a_way_and_keeps_it():
+    problem = classification(network(), data(), agents=4)
+    assert problem.batching in ("loop", "vmap")
+    assert logistic(10, 3).batching in ("bmm", "loop")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: classification(nn.Sequential(nn.BatchNorm1d(7), network()), data(), agents=4), "buffers"),
+        (lambda: classification(nn.Sequential(nn.Dropout(0.5), network()), data(), agents=4), "random"),
+        (lambda: classification(nn.Linear(9, 3), data(), agents=4), "does not take inputs of shape"),
+        (lambda: classification(nn.Flatten(), data(), agents=4), "with parameters"),
+        (lambda: classification(network(), data(), agents=61), "61 agents need at least 61 samples"),
+        (lambda: classification(network(), data(), agents=0), "at least 1"),
+        (lambda: classification(network(), (data()[0], data()[1][:5]), agents=2), "60 inputs but 5 targets"),
+        (lambda: classification(network(), 7, agents=2), "pair"),
+        (lambda: classification(network(), data(), (torch.zeros(3, 2), torch.zeros(3)), agents=2), "`test` inputs"),
+        (lambda: classification(network(), data(), agents=2, weight="mass"), "Unknown weight"),
+        (lambda: classification(network(), data(), agents=2, batching="lop"), "did you mean 'loop'"),
+        (lambda: quadratics(np.eye(3)[None], np.ones((2, 3))), "shape"),
+        (lambda: quadratics([[[0.0, 1.0], [0.0, 0.0]]], [[1.0, 1.0]]), "symmetric"),
+        (lambda: quadratic(condition=0.5), "at least 1"),
+        (lambda: quadratic(dim="x"), "whole number"),
+        (lambda: logistic(features=[np.ones((2, 2))]), "go together"),
+        (lambda: logistic(features=[np.ones((2, 2))], labels=[np.ones(3)]), "n_i"),
+        (lambda: logistic(alpha=-1), "negative"),
+        (lambda: functions([], dim=2), "non-empty"),
+    ],
+)
+def test_bad_input(make, message):
+    with pytest.raises(CadenError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_constant_buffers_are_fine():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.tensor(2.0))
+            self.layer = nn.Linear(7, 3)
+
+        def forward(self, x):
+            return self.layer(x) * self.scale
+
+    assert classification(Scaled(), data(), agents=4).dim == 24
+
+
+def test_the_papers_network_has_its_dimension():
+    assert sum(p.numel() for p in mlp(784, 10).parameters()) == 101_632
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_smoke():
+    problem = classification(network(), data(), data(20, seed=1), agents=4, device="cuda")
+    for participation in (1.0, 0.5):
+        result = caden.simulate(
+            caden.methods.caden(mu_z=0.5), problem, caden.graphs.ring(4), rounds=3, participation=participation
+        )
+        assert result.x.is_cuda
+        assert torch.isfinite(result.x).all()
