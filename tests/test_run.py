@@ -24,8 +24,8 @@ def small():
 def test_history_columns_and_row_0(small):
     result = caden.simulate(caden.methods.caden(mu_z=1.0), *small, rounds=4)
     expected = (
-        "round seconds communications bytes gradients rejected fallbacks objective relative_error consensus lyapunov "
-        "dual_sum active"
+        "round seconds communications bytes gradients rejected fallbacks stalled objective relative_error "
+        "consensus lyapunov dual_sum active"
     )
     assert list(result.history) == expected.split()
     assert isinstance(result.history, pd.DataFrame)
@@ -159,6 +159,12 @@ def test_not_a_number_is_divergence_too(small):
     method = caden.methods.caden(mu_z=1.0)._replace(step=step)
     with pytest.raises(Diverged, match=r"round 1 \(agents 2\)"):
         caden.simulate(method, problem, graph, 5)
+
+
+def test_a_loss_that_does_not_exist_at_the_start_is_told(small):
+    problem = caden.problems.functions([lambda x: x.log().sum()] + [lambda x: (x**2).sum()] * 5, dim=2)
+    with pytest.raises(Diverged, match=r"round 1 \(agents 0\)"):
+        caden.simulate(caden.methods.caden(mu_z=1.0), problem, small[1], 5, x0=-torch.ones(2))
 
 
 def test_same_seed_same_bits_other_seed_other_bits(small):

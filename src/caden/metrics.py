@@ -22,7 +22,7 @@ def relative_error(x: Tensor, gradient: Tensor) -> float:
 
 def consensus(x: Tensor) -> float:
     """Root mean square distance of the local models from their mean."""
-    return math.sqrt(_square(x - x.mean(0)) / len(x))
+    return math.sqrt(_square(x - x.mean(0, dtype=torch.float64).to(x.dtype)) / len(x))
 
 
 def lyapunov(x: Tensor, gradient: Tensor, phi: Tensor, first: Tensor, second: Tensor) -> float:

@@ -132,7 +132,7 @@ def simulate(
         bound = _GROWTH * (1 + float(torch.linalg.vector_norm(start, dim=1).max()))
         state = method.init(start, network.round(-1, everyone, workload(0), counted, curvature))
         first, clock = 0, 0.0
-        rejected = fallbacks = 0
+        rejected = fallbacks = stalled = 0
         if saved is not None and place is not None:
             tensors, numbers = saved
             state = checkpoint.restore(state, tensors, "state")
@@ -140,7 +140,7 @@ def simulate(
             network.restore(buffers, int(numbers["numbers_sent"]), int(numbers["bytes"]))
             counted.gradients, bound = int(numbers["gradients"]), numbers["bound"]
             first, clock = int(numbers["round"]), numbers["seconds"]
-            rejected, fallbacks = int(numbers["rejected"]), int(numbers["fallbacks"])
+            rejected, fallbacks, stalled = (int(numbers[k]) for k in ("rejected", "fallbacks", "stalled"))
             rows = [row for row in place.read() if int(row["round"] or 0) <= first]
         if place and resume:
             place.keep(rows)
@@ -155,6 +155,7 @@ def simulate(
                 "gradients": counted.gradients,
                 "rejected": rejected,
                 "fallbacks": fallbacks,
+                "stalled": stalled,
                 **{k: found[k] for k in ("objective", "relative_error", "consensus", "lyapunov", "dual_sum")},
                 "active": active,
             }
@@ -180,6 +181,7 @@ def simulate(
                 "gradients": counted.gradients,
                 "rejected": rejected,
                 "fallbacks": fallbacks,
+                "stalled": stalled,
                 "bound": bound,
             }
             checkpoint.save(place.checkpoint, tensors, numbers)
@@ -202,9 +204,10 @@ def simulate(
                     context = network.round(index, active, workload(index), counted, curvature)
                     state, info = method.step(state, context)
                     rejected, fallbacks = rejected + info.rejected, fallbacks + info.fallbacks
+                    stalled += len(info.stalled)
                 clock += time.perf_counter() - began
                 index += 1
-                lost = _lost(state.x, bound)
+                lost = _lost(state.x, info.value, bound)
                 if lost or index == rounds or index % record_every == 0:
                     row = record(index, info, int(active.sum()))
                     why = _reason(row, state, target if stop_at_target else None, tolerance, callbacks)
@@ -253,9 +256,12 @@ def _warm_up(problem: Counted, x: Tensor, spec: Warmup | Mapping[str, Any]) -> t
     return x, curvature
 
 
-def _lost(x: Tensor, bound: float) -> list[int]:
-    """Agents whose model is not finite or grew past the bound."""
-    lost: list[int] = (~(torch.linalg.vector_norm(x, dim=1) <= bound)).nonzero().flatten().tolist()
+def _lost(x: Tensor, value: Tensor | None, bound: float) -> list[int]:
+    """Agents whose model grew past the bound, or whose model or loss is not finite."""
+    fine = torch.linalg.vector_norm(x, dim=1) <= bound
+    if value is not None:
+        fine &= value.isfinite()
+    lost: list[int] = (~fine).nonzero().flatten().tolist()
     return lost
 
 

@@ -176,7 +176,7 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True) 
         stalled: set[int] = set()
         for iteration in range(steps):
             g = now.full_gradient(None)
-            live = (work > iteration) & (norm(g) > 0)
+            live = (work > iteration) & (norm(g) != 0)
             if not bool(live.any()):
                 break
             rows = index(live)  # None: all of them
