@@ -1,6 +1,6 @@
 """Is it better to keep the L-BFGS memory over rounds or to start it afresh? On full MNIST, the paper's setting.
 
-    python benchmarks/carry.py [--rounds 60]
+python benchmarks/carry.py [--rounds 60]
 """
 
 from __future__ import annotations

@@ -10,5 +10,6 @@ problem = caden.problems.classification(model, train, test, agents=20)
 method = caden.methods.caden(relax=0.8)
 result = caden.simulate(method, problem, graph, rounds=30, participation=0.5, local_steps=5, seed=0)
 
-print(result.history[["round", "communications", "gradients", "accuracy", "consensus"]].iloc[::6].to_string(index=False))
+columns = ["round", "communications", "gradients", "accuracy", "consensus"]
+print(result.history[columns].iloc[::6].to_string(index=False))
 print(f"mean accuracy of the local models: {result.history.accuracy.iloc[-1]:.1%}")

@@ -67,10 +67,10 @@ def caden_half_steps(x, edges, solve, mu_z, mu_y, relax, awake):
                 mine = [e for e in s if i in e]
                 phi = sum(y[e] if e[0] == i else -y[e] for e in mine)
                 x[i] = solve(i, x[i], phi - mu_z * sum(s[e] for e in mine), mu_z * len(mine))
-        for i, j in s:
-            u = x[i] - s[i, j] if mask[i] else 0
-            w = x[j] - s[i, j] if mask[j] else 0
-            s[i, j] = s[i, j] + relax * (u + w)
+        for (i, j), middle in s.items():
+            u = x[i] - middle if mask[i] else 0
+            w = x[j] - middle if mask[j] else 0
+            s[i, j] = middle + relax * (u + w)
             y[i, j] = y[i, j] + relax * mu_y * (u - w)
         phi = np.array([sum((y[e] if e[0] == i else -y[e]) for e in y if i in e) for i in range(agents)])
         out.append((x.copy(), phi))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import masks, scheduled
-from oracles import caden_half_steps, caden_paper, exact_solver, gd_solver, relaxed_admm
 
 import caden
 from caden.methods import admm_edges
 from caden.solvers import exact, gd, lbfgs
+from conftest import masks, scheduled
+from oracles import caden_half_steps, caden_paper, exact_solver, gd_solver, relaxed_admm
 
 ROUNDS = 30
 
@@ -173,7 +173,7 @@ def test_float32_duals_sum_to_rounding(graph):
 
 def test_growing_mu_is_the_same_as_restating_it(setting):
     """mu(t) = mu growth^t, as DiNNO's penalty grows."""
-    problem, graph, x0, edges = setting
+    problem, graph, x0, _ = setting
     awake = masks(20, 10, 1.0)
     solver, textbook = solvers_of(problem)[0]
     _, seen = run(caden.methods.caden(mu_z=0.3, growth=1.1, solver=solver), problem, graph, awake, x0)

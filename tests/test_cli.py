@@ -116,7 +116,7 @@ def test_own_method_problem_and_model_by_module_and_name(call, tmp_path):
         "def method(mu=1.0):\n    return caden.methods.caden(mu_z=mu)\n"
         "def model():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
     )
-    code, out, err = call(
+    code, _, err = call(
         "run", *QUICK, "--json", "--set", "method.name=mine:method", "--set", "method.mu=0.5", "--set",
         "problem.model=mine:model",
     )  # fmt: skip

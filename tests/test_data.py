@@ -217,7 +217,7 @@ def test_a_missing_client_is_a_reason_not_a_crash(tmp_path):
 def test_the_real_files(name):
     """Fetches the real thing by whatever way this machine has."""
     try:
-        (x, y), (x_test, y_test) = data.load(name)
+        (x, y), (x_test, _) = data.load(name)
     except CadenError as error:
         pytest.skip(str(error))
     assert (len(x), len(x_test)) == (60_000, 10_000)

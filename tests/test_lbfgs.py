@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
-from oracles import dense_bfgs, two_loop
 
 import caden
 from caden.core import Objective
 from caden.run import Counted
 from caden.solvers import lbfgs
 from caden.solvers._lbfgs import direction, no_pairs
+from oracles import dense_bfgs, two_loop
 
 F64 = torch.float64
 

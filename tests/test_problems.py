@@ -33,7 +33,7 @@ PROBLEMS = {
     "logistic": lambda: logistic(4, 6, samples=9, alpha=0.3, l2=0.1, seed=1, batching="bmm"),
     "logistic loop": lambda: logistic(4, 6, samples=9, alpha=0.3, l2=0.1, seed=1, batching="loop"),
     "functions": lambda: functions([lambda x, i=i: ((x - i) ** 4).sum() + x[0] * x[1] for i in range(4)], dim=6),
-    "module loop": lambda: make_module(),
+    "module loop": make_module,
     "module vmap": lambda: make_module(batching="vmap"),
     "module weighted": lambda: make_module(weight="samples", partition={"name": "sizes", "sizes": [1, 2, 3, 4]}),
 }

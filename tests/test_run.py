@@ -286,7 +286,7 @@ def test_bad_options(small, options, message):
 
 def test_result_module_only_for_modules(small):
     result = caden.simulate(caden.methods.caden(mu_z=1.0), *small, rounds=1)
-    with pytest.raises(CadenError, match="nn.Module"):
+    with pytest.raises(CadenError, match=r"nn\.Module"):
         result.module()
 
 

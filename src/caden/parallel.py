@@ -15,7 +15,6 @@ import torch
 
 from caden.errors import choose
 
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
