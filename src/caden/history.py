@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import platform
+import tempfile
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -75,15 +76,17 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, config: str) -> RunDirectory:
         """A new directory with its configuration; an existing one is never touched."""
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            raise CadenError(f"{path} exists already; choose another directory, or resume that run.") from None
-        (path / "config.toml").write_text(config)
+        if path.exists():
+            raise CadenError(f"{path} exists already; choose another directory, or resume that run.")
         packages = ("caden-opt", "torch", "numpy", "scipy", "networkx", "scikit-learn", "pandas", "safetensors")
         about = {name: version(name) for name in packages}
         about |= {"python": platform.python_version(), "machine": platform.machine(), "cores": str(os.cpu_count())}
-        (path / "versions.json").write_text(json.dumps(about, indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent))  # appears under its name when it is complete
+        (fresh / "config.toml").write_text(config)
+        (fresh / "versions.json").write_text(json.dumps(about, indent=1) + "\n")
+        fresh.chmod(0o755)
+        fresh.rename(path)
         return cls(path)
 
     def read(self) -> list[Row]:
@@ -109,12 +112,12 @@ class RunDirectory:
             _write(file, row, header=fresh)
 
     def finish(self, result: Result) -> None:
-        """Weights, summary and picture; the checkpoint has done its duty only if the run is complete."""
+        """Picture, summary and, as the sign that the run is complete, the weights."""
         from caden.plots import curves
 
-        checkpoint.save(self.weights, {"x": result.x, "mean": result.mean}, {"agents": len(result.x)})
-        (self.path / "summary.json").write_text(json.dumps(result.summary(), indent=1) + "\n")
         curves(result.history, self.path / "curves.png", result.target)
+        (self.path / "summary.json").write_text(json.dumps(result.summary(), indent=1) + "\n")
+        checkpoint.save(self.weights, {"x": result.x, "mean": result.mean}, {"agents": len(result.x)})
 
 
 def _number(text: str) -> float | int | None:

@@ -161,5 +161,5 @@ class Stacked:
 
     def restore(self, buffers: dict[str, Tensor], numbers_sent: int, sent_bytes: int) -> None:
         """Take back what `buffers` gave."""
-        self.last = dict(buffers)
+        self.last = {name: rows.to(self.first.device) for name, rows in buffers.items()}
         self.numbers_sent, self.bytes = numbers_sent, sent_bytes

@@ -114,37 +114,31 @@ def direction(pairs: Pairs, rows: Tensor, g: Tensor, rho: Tensor, scale: Tensor)
         pairs.gram[rows, slot] = products[:, which]
         pairs.gram[rows, :, slot] = products[:, which]
 
-    # Oldest first, and with rho: y = (change of grad f) + rho s.
-    count = stored.clamp(max=memory).unsqueeze(1)
-    ages = torch.arange(memory, device=g.device)
-    order = (stored.unsqueeze(1) - count + ages) % memory  # (k', M)
+    # With rho: y = (change of grad f) + rho s.
     gram, shift = pairs.gram[rows], rho.double().unsqueeze(2)
     ss, sf, ff = gram[:, :memory, :memory], gram[:, :memory, memory:], gram[:, memory:, memory:]
-    batch = torch.arange(len(rows), device=g.device)[:, None, None]
-    sy = (sf + shift * ss)[batch, order[:, :, None], order[:, None, :]]
-    yy = (ff + shift * (sf + sf.mT) + shift**2 * ss)[batch, order[:, :, None], order[:, None, :]]
-    sg = products[:, 2, :memory].gather(1, order)
-    yg = products[:, 2, memory:].gather(1, order) + rho.double() * sg
+    sy = sf + shift * ss
+    yy = ff + shift * (sf + sf.mT) + shift**2 * ss
+    sg = products[:, 2, :memory, None]
+    yg = products[:, 2, memory:, None] + shift * sg
 
+    # Slots keep their places: R is triangular in the order of age, here only up to a permutation.
+    age = (torch.arange(memory, device=g.device) - stored.unsqueeze(1)) % memory  # (k', M), largest at the newest
     diagonal = sy.diagonal(dim1=1, dim2=2)
-    valid = (ages < count) & (diagonal > 0)
-    both = valid[:, :, None] & valid[:, None, :]
-    triangle = torch.where(both, sy, 0).triu() + torch.diag_embed((~valid).double())
-    sg, yg, yy = sg * valid, yg * valid, yy * both
-    last = (count - 1).clamp(min=0)
-    gamma = (diagonal.gather(1, last) / yy.diagonal(dim1=1, dim2=2).gather(1, last)).to(g.dtype)
-    usable = valid.gather(1, last) & gamma.isfinite()
-    gamma = torch.where(usable, gamma, scale).double()
+    valid = (age >= memory - stored.unsqueeze(1)) & (diagonal > 0)
+    older = valid[:, :, None] & valid[:, None, :] & (age[:, :, None] <= age[:, None, :])
+    R = torch.where(older, sy, 0) + torch.diag_embed((~valid).double())
+    last = newest.unsqueeze(1)
+    gamma = (diagonal / yy.diagonal(dim1=1, dim2=2)).gather(1, last)
+    gamma = torch.where(valid.gather(1, last) & gamma.isfinite(), gamma, scale.double()).unsqueeze(2)  # (k', 1, 1)
 
-    p = torch.linalg.solve_triangular(triangle, sg.unsqueeze(2), upper=True)
-    q = diagonal.unsqueeze(2) * p + gamma.unsqueeze(2) * (yy @ p - yg.unsqueeze(2))
-    q = torch.linalg.solve_triangular(triangle.mT, q * valid.unsqueeze(2), upper=False)
-    p, q = p.squeeze(2), q.squeeze(2)
-
-    weights = torch.zeros(len(rows), 2 * memory, dtype=torch.float64, device=g.device)
-    weights.scatter_(1, order, gamma * rho.double() * p - q)
-    weights.scatter_(1, memory + order, gamma * p)
-    return pairs.combine(rows, weights, -gamma.to(g.dtype) * g)
+    used = valid.unsqueeze(2)
+    factor, pivots = torch.linalg.lu_factor(R)
+    p = torch.linalg.lu_solve(factor, pivots, sg * used) * used
+    q = (diagonal.unsqueeze(2) * p + gamma * (yy @ p - yg)) * used
+    q = torch.linalg.lu_solve(factor, pivots, q, adjoint=True)
+    weights = torch.cat([gamma * shift * p - q, gamma * p], dim=1).squeeze(2)
+    return pairs.combine(rows, weights, -gamma.squeeze(2).to(g.dtype) * g)
 
 
 def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True) -> LocalSolver:
