@@ -49,7 +49,8 @@ def test_partitions_have_the_skew_they_promise():
     [
         ("idd", 5, "did you mean 'iid'"),
         ("iid", 998, "998 agents need at least 998 samples"),
-        ({"name": "dirichlet", "alfa": 1}, 5, "alfa"),
+        ({"name": "dirichlet", "alfa": 1}, 5, "did you mean 'partition.alpha'"),
+        (7, 5, "must be a name, a table"),
         ({"name": "dirichlet", "alpha": 0}, 5, "positive"),
         ({"name": "sizes", "sizes": [1, 2]}, 5, "2 entries for 5 agents"),
         ({"name": "shards", "classes": 300}, 5, "more than 997"),

@@ -111,14 +111,30 @@ def solve(problem, x, work, solver, rho=0.0, slope=None):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_standard_functions_against_scipy(name):
+def test_standard_functions_against_scipy_and_torch(name):
+    """From the usual starts to the minimum 0 within 150 iterations, as the two references do."""
     f, start = FUNCTIONS[name]
-    problem = Counted(caden.problems.functions([f], dim=len(start)))
-    # Nothing is known of the curvature here, so a little proximal weight gives the first step its length.
+    problem = caden.problems.functions([f], dim=len(start))
     solved = solve(problem, torch.tensor([start], dtype=F64), [150], lbfgs(), rho=1e-8)
-    numpy_f = lambda v: float(f(torch.tensor(v)))  # noqa: E731
-    reference = scipy.optimize.minimize(numpy_f, start, method="L-BFGS-B", options={"maxcor": 10, "maxiter": 150})
-    assert float(f(solved.x[0])) < max(1e-10, reference.fun * 1.1)
+
+    def both(v):
+        value, gradient = problem.value_and_grad(torch.tensor(v)[None])
+        return float(value), gradient[0].numpy()
+
+    reference = scipy.optimize.minimize(both, start, jac=True, method="L-BFGS-B", options={"ftol": 0, "gtol": 1e-9})
+    x = torch.tensor(start, dtype=F64, requires_grad=True)
+    other = torch.optim.LBFGS([x], max_iter=150, line_search_fn="strong_wolfe", tolerance_change=0)
+
+    def closure():
+        other.zero_grad()
+        value = f(x)
+        value.backward()
+        return value
+
+    other.step(closure)
+    assert reference.fun < 1e-8
+    assert float(f(x.detach())) < 1e-8
+    assert float(f(solved.x[0])) < 1e-8
 
 
 def test_logistic_regression_against_scipy_and_torch():
@@ -256,6 +272,32 @@ def test_float32_accepts_good_steps_near_the_end():
     expected = torch.linalg.solve(H, problem.linear)
     assert solved.info.fallbacks == 0
     torch.testing.assert_close(solved.x, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_stall_does_not_make_later_rounds_timid():
+    """What a stalled solve learnt of caution is forgotten when it ends."""
+    broken = True
+
+    def f(x):
+        return x.sum() * torch.nan if broken else (x**2).sum()
+
+    class Switching:
+        agents, dim = 1, 2
+
+        def value_and_grad(self, x, rows=None):
+            value = torch.tensor([float(f(x[0]))], dtype=F64)
+            return value, 2 * x
+
+    x, solver = torch.ones(1, 2, dtype=F64), lbfgs()
+    broken = False
+    memory = solver.init(Switching(), x, None)
+    objective = Objective(Switching(), torch.zeros_like(x), torch.full((1, 1), 0.1, dtype=F64))
+    broken = True
+    solved = solver.solve(objective, x, torch.tensor([5]), memory)
+    assert solved.info.stalled == (0,)
+    broken = False
+    again = solver.solve(objective, solved.x, torch.tensor([10]), solved.memory)
+    assert again.memory.gradient.norm() < 0.5
 
 
 def test_bad_parameters():

@@ -202,6 +202,62 @@ def test_run_directory_holds_everything(small, tmp_path):
         caden.simulate(caden.methods.caden(mu_z=1.0), *small, rounds=1, directory=place)
 
 
+def test_a_directory_of_a_python_run_says_its_seed_and_how_to_go_on(small, tmp_path):
+    caden.simulate(caden.methods.caden(mu_z=1.0), *small, rounds=1, seed=7, directory=tmp_path / "r")
+    assert json.loads((tmp_path / "r" / "versions.json").read_text())["seed"] == "7"
+    assert not (tmp_path / "r" / "config.toml").exists()
+
+
+def test_bad_input_leaves_no_directory(small, tmp_path):
+    with pytest.raises(CadenError):
+        caden.simulate(
+            caden.methods.admm_edges(mu_z=1.0), *small, rounds=1, participation=0.5, directory=tmp_path / "r"
+        )
+    assert not (tmp_path / "r").exists()
+
+
+def test_lost_or_damaged_metrics_are_refused(small, tmp_path):
+    method = caden.methods.caden(mu_z=1.0)
+    caden.simulate(method, *small, rounds=5, directory=tmp_path / "r", checkpoint_every=2)
+    for content in (None, b"", b"garbage\n1\n", b"\xff\xfe\x00"):
+        path = tmp_path / "r" / "metrics.csv"
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(CadenError, match="missing or damaged"):
+            caden.simulate(method, *small, rounds=5, directory=tmp_path / "r", resume=True)
+
+
+def test_scalars_and_shared_tensors_in_a_state_survive_a_checkpoint(small, tmp_path):
+    from typing import NamedTuple
+
+    class State(NamedTuple):
+        x: torch.Tensor
+        twin: torch.Tensor
+        count: int
+        factor: float
+
+    def step(state, round):
+        x = state.x + 1
+        return State(x, x, state.count + 1, state.factor / 2), Info()
+
+    method = Method(lambda x, round: State(x, x, 0, 1.0), step)
+    caden.simulate(method, *small, rounds=6, directory=tmp_path / "r", checkpoint_every=4)
+    seen = []
+    caden.simulate(
+        method, *small, rounds=6, directory=tmp_path / "r", resume=True, callbacks=[lambda row, s: seen.append(s)]
+    )
+    assert (seen[-1].count, seen[-1].factor) == (6, 2.0**-6)
+    assert torch.equal(seen[-1].x, torch.full((6, 3), 6.0, dtype=torch.float64))
+
+
+def test_warm_up_that_diverges_says_so(small):
+    with pytest.raises(Diverged, match=r"warmup\.step_size"):
+        caden.simulate(caden.methods.caden(mu_z=1.0), *small, rounds=1, warmup=Warmup(2000, 1e3))
+
+
+def test_the_chosen_mu_is_in_the_summary(small):
+    assert caden.simulate(caden.methods.caden(mu_z=0.7), *small, rounds=1).summary()["mu_z"] == pytest.approx(0.7)
+
+
 def test_ctrl_c_ends_after_the_round_and_can_be_resumed(small, tmp_path):
     method = caden.methods.caden(mu_z=1.0)
     whole = caden.simulate(method, *small, rounds=12, participation=0.5)
@@ -210,7 +266,7 @@ def test_ctrl_c_ends_after_the_round_and_can_be_resumed(small, tmp_path):
         if row["round"] == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(Interrupted, match="resume") as caught:
+    with pytest.raises(Interrupted, match="resume=True") as caught:
         caden.simulate(method, *small, rounds=12, participation=0.5, directory=tmp_path / "run", callbacks=[press])
     assert caught.value.result.rows[-1]["round"] == 5
     rest = caden.simulate(method, *small, rounds=12, participation=0.5, directory=tmp_path / "run", resume=True)

@@ -90,7 +90,10 @@ def test_smoothness_finds_the_largest_curvature(quadratic):
 def test_solvers_by_name():
     assert from_spec({"name": "gd", "step": 0.1}).name == "gd"
     assert from_spec("adam").name == "adam"
-    for spec, message in ((("lbgfs"), "did you mean 'lbfgs'"), ({"name": "gd", "stride": 1}, "stride")):
+    for spec, message in (
+        (("lbgfs"), "did you mean 'lbfgs'"),
+        ({"name": "gd", "stepp": 1}, "did you mean 'solver.step'"),
+    ):
         with pytest.raises(caden.CadenError, match=message):
             from_spec(spec)
     with pytest.raises(caden.CadenError, match="quadratic"):

@@ -22,6 +22,8 @@ def flatten(value: Any, path: str) -> dict[str, Tensor]:
         return {path: value}
     if value is None:
         return {}
+    if isinstance(value, bool | int | float):
+        return {path: torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)}
     found: dict[str, Tensor] = {}
     for name, part in zip(value._fields, value):
         found |= flatten(part, f"{path}.{name}")
@@ -37,6 +39,8 @@ def restore(template: Any, tensors: dict[str, Tensor], path: str) -> Any:
         return saved.to(template.device)
     if template is None:
         return None
+    if isinstance(template, bool | int | float):
+        return type(template)(restore(torch.empty_like(flatten(template, path)[path]), tensors, path).item())
     return type(template)(*(restore(part, tensors, f"{path}.{n}") for n, part in zip(template._fields, template)))
 
 
@@ -50,10 +54,15 @@ def _digest(tensors: dict[str, Tensor], numbers: str) -> str:
 
 def save(path: Path, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
     """Write tensors and counters; a reader sees the old file or the new one, never a part."""
-    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        copy = tensor.detach().cpu().contiguous()
+        shared = any(copy.data_ptr() == other.data_ptr() for other in plain.values() if other.numel())
+        plain[name] = copy.clone() if shared else copy  # the format wants every tensor to own its memory
     text = json.dumps(numbers)
     scratch = path.with_suffix(".tmp")
-    save_file(plain, scratch, metadata={"numbers": text, "digest": _digest(plain, text)})
+    # One entry: the order of several in the file would be arbitrary, and equal runs must end in equal bytes.
+    save_file(plain, scratch, metadata={"caden": json.dumps({"numbers": text, "digest": _digest(plain, text)})})
     os.replace(scratch, path)
 
 
@@ -61,7 +70,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Read what `save` wrote, or say in one line that the file is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            metadata = json.loads((file.metadata() or {})["caden"])
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}
         if _digest(tensors, metadata["numbers"]) != metadata["digest"]:
             raise KeyError("digest")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from caden import data, schedules
-from caden.config import Experiment, experiment, parse
+from caden.config import Experiment, experiment
 from caden.errors import CadenError, RunError, choose
 from caden.graphs import GRAPHS
 from caden.history import Result, RunDirectory
@@ -78,6 +78,7 @@ def _show(result: Result, config: Experiment, as_json: bool) -> None:
         ("communications", "communications", ","),
         ("gradients", "gradient evaluations", ","),
         ("rejected", "rejected trial points", ","),
+        ("mu_z", "mu_z", ".4g"),
         ("seconds", "seconds (without metrics)", ".2f"),
     ):
         if summary.get(key) is not None:
@@ -124,8 +125,11 @@ def resume(directory: Annotated[Path, typer.Argument(metavar="RUN")], as_json: J
     """Go on with an interrupted run; it ends in the same bytes as one that was not interrupted."""
     file = directory / "config.toml"
     if not file.is_file():
-        raise CadenError(f"{directory} is not a run directory: it has no config.toml.")
-    config = experiment(file, defaults=parse(file.read_text(), str(file)))
+        raise CadenError(
+            f"{directory} is not a run directory of this command: it has no config.toml (a run started from Python "
+            "goes on with simulate(..., resume=True))."
+        )
+    config = experiment(file, defaults={})
     if RunDirectory(directory).weights.exists():
         raise CadenError(f"{directory} is complete; there is nothing to resume.")
     _carry_out(config, directory, True, as_json)
@@ -179,8 +183,7 @@ def data_list() -> None:
     """List the data sets and whether they are on this machine."""
     table = Table("name", "what it is", "here")
     for name, about in data.DATASETS.items():
-        here = name == "digits" or (data.cache_folder() / name).is_dir()
-        table.add_row(name, about, "yes" if here else "no")
+        table.add_row(name, about, "yes" if data.is_here(name) else "no")
     Console().print(table)
 
 
@@ -201,7 +204,4 @@ def main() -> None:
         sys.exit(2)
     except RunError as error:
         print(f"caden: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("caden: interrupted.", file=sys.stderr)
         sys.exit(1)

@@ -13,11 +13,8 @@ name = "ring"
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +24,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from caden import schedules
 from caden.core import Method, Problem
-from caden.errors import CadenError, choose
+from caden.errors import CadenError, choose, whole
 from caden.graphs import GRAPHS, Graph
-from caden.history import Result, device_of
+from caden.history import Result
 from caden.methods import METHODS
 from caden.problems import PROBLEMS
+from caden.registry import Factory, factory, load_object, make, parameters
 from caden.run import Warmup, simulate
 
-REGISTRIES: dict[str, dict[str, Callable[..., Any]]] = {"method": METHODS, "problem": PROBLEMS, "graph": GRAPHS}
+REGISTRIES: dict[str, dict[str, Factory]] = {"method": METHODS, "problem": PROBLEMS, "graph": GRAPHS}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+HIDDEN = ("dtype", "device", "features", "labels")  # said once for the whole experiment, or too large for a file
 
 # The paper's setting (20 agents, 37 edges, two layers without biases, 5 local steps, warm-up) on embedded data.
 DEFAULTS: dict[str, Any] = {
@@ -79,13 +78,33 @@ class Experiment(BaseModel):
         shared = {"seed": self.seed, "device": str(device_of(self.device)), **dtype}
         if self.deterministic:
             shared["batching"] = "loop"
-        method: Method = _make("method", self.method, {})
-        problem: Problem = _make("problem", self.problem, shared)
-        graph: Graph = _make("graph", self.graph, {"agents": problem.agents, "seed": self.seed})
-        chosen = getattr(problem, "batching", None)
-        if chosen is not None and not self.deterministic:
-            self.problem = {**self.problem, "batching": chosen}
+        tables = {kind: dict(getattr(self, kind)) for kind in REGISTRIES}
+        if ":" in str(tables["problem"].get("model", "")):
+            tables["problem"]["model"] = load_object(tables["problem"]["model"])
+        method: Method = make("method", METHODS, tables["method"])
+        problem: Problem = make("problem", PROBLEMS, tables["problem"], **shared)
+        graph: Graph = make("graph", GRAPHS, tables["graph"], agents=problem.agents, seed=self.seed)
+        for kind, made, good in (
+            ("method", method, isinstance(method, Method)),
+            ("problem", problem, hasattr(problem, "value_and_grad")),
+            ("graph", graph, isinstance(graph, Graph)),
+        ):
+            if not good:
+                raise CadenError(f"{tables[kind]['name']!r} makes a {type(made).__name__}, not a {kind}.")
+        for kind, registry in REGISTRIES.items():
+            self._resolve(kind, registry, shared, getattr(problem, "batching", None))
         return method, problem, graph
+
+    def _resolve(self, kind: str, registry: dict[str, Factory], shared: dict[str, Any], batching: str | None) -> None:
+        """Write the defaults that were used into the table of a kind, as far as TOML can say them."""
+        table = getattr(self, kind)
+        found = {k: p.default for k, p in parameters(factory(kind, registry, table)).items() if k not in HIDDEN}
+        found = {
+            k: shared.get(k, v) for k, v in found.items() if isinstance(shared.get(k, v), bool | int | float | str)
+        }
+        if kind == "problem" and batching is not None:
+            found["batching"] = batching
+        setattr(self, kind, {**found, **table, **({"batching": batching} if "batching" in found else {})})
 
     def run(self, directory: Path | None = None, resume: bool = False, **options: Any) -> Result:
         """Build and simulate."""
@@ -150,7 +169,7 @@ def experiment(
     for setting in settings:
         assign(given, setting)
     for key in given:
-        _known("key", key, Experiment.model_fields)
+        choose("key", key, Experiment.model_fields)
     merged = {k: dict(v) if isinstance(v, dict) else v for k, v in defaults.items()}
     for key, value in given.items():
         table = merged.get(key)
@@ -167,54 +186,18 @@ def experiment(
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
         raise CadenError(f"`{first['loc'][0]}` ({where}): {first['msg']}, got {first['input']!r}.") from None
+    whole("seed", found.seed)
     for name in found.warmup:
-        _known("key", name, Warmup._fields, "warmup.")
+        choose("key", f"warmup.{name}", [f"warmup.{field}" for field in Warmup._fields])
     for kind, registry in REGISTRIES.items():
-        _factory(kind, getattr(found, kind), registry)
+        factory(kind, registry, getattr(found, kind), HIDDEN)
     return found
 
 
-def _known(kind: str, name: str, known: Any, prefix: str = "") -> None:
-    if name not in known:
-        choose(kind, prefix + name, [prefix + k for k in known])
-
-
-def load_object(name: str) -> Any:
-    """The object behind "module:name"; modules in the current folder count."""
-    module, _, attribute = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+def device_of(name: str) -> torch.device:
+    """A torch device by name, or one clear line."""
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise CadenError(f"Cannot load {name!r}: {error}.") from None
-
-
-def _factory(kind: str, table: dict[str, Any], registry: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The function that a table names, after checking that it knows all the table's keys."""
-    name = table.get("name")
-    if not isinstance(name, str):
-        raise CadenError(f"`{kind}.name` is missing: {', '.join(sorted(registry))}, or module:function.")
-    factory = load_object(name) if ":" in name else registry[choose(kind, name, registry)]
-    parameters = inspect.signature(factory).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        for key in table:
-            if key != "name":
-                _known("key", key, list(parameters), f"{kind}.")
-    return factory
-
-
-def _make(kind: str, table: dict[str, Any], shared: dict[str, Any]) -> Any:
-    """Call the named function with the table's values, and with shared ones that it takes and the table leaves out."""
-    factory = _factory(kind, table, REGISTRIES[kind])
-    parameters = inspect.signature(factory).parameters
-    arguments = {k: v for k, v in shared.items() if k in parameters}
-    arguments |= {k: v for k, v in table.items() if k != "name" and not (k == "agents" and kind == "graph")}
-    if isinstance(arguments.get("model"), str) and ":" in arguments["model"]:
-        arguments["model"] = load_object(arguments["model"])
-    if isinstance(arguments.get("dtype"), str):
-        arguments["dtype"] = DTYPES[choose("dtype", arguments["dtype"], DTYPES)]
-    try:
-        return factory(**arguments)
-    except TypeError as error:
-        raise CadenError(f"`{kind}` {table['name']!r}: {error}.") from None
+        torch.zeros(1, dtype=torch.float64, device=name).item()  # the small algebra of L-BFGS needs float64
+        return torch.device(name)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise CadenError(f"`device` {name!r} is not available here: {str(error).splitlines()[0]}") from None

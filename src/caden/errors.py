@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -28,9 +30,11 @@ class Interrupted(RunError):
     """Somebody pressed Ctrl-C; the run can be resumed."""
 
 
-def choose(kind: str, name: str, known: Iterable[str]) -> str:
+def choose(kind: str, name: object, known: Iterable[str]) -> str:
     """Return `name` if it is known, else say which known one is nearest."""
     known = sorted(known)
+    if not isinstance(name, str):
+        raise CadenError(f"Unknown {kind} {name!r}; known: {', '.join(known)}.")
     if name in known:
         return name
     near = get_close_matches(name, known, n=1)
@@ -38,15 +42,22 @@ def choose(kind: str, name: str, known: Iterable[str]) -> str:
     raise CadenError(f"Unknown {kind} {name!r}; {hint}")
 
 
-def positive(name: str, value: float) -> float:
+def number(name: str, value: object) -> float:
+    """Return `value` if it is a finite real number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise CadenError(f"`{name}` must be a number, got {value!r}.")
+    return float(value)
+
+
+def positive(name: str, value: object) -> float:
     """Return `value` if it is a number above zero."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise CadenError(f"`{name}` must be a positive number, got {value!r}.")
-    return value
+    return float(value)
 
 
 def whole(name: str, value: object, least: int = 0) -> int:
-    """Return `value` if it is a whole number not below `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    """Return `value` if it is a whole number not below `least` (and below 2^63)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) < 2**63:
         raise CadenError(f"`{name}` must be a whole number of at least {least}, got {value!r}.")
-    return value
+    return int(value)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ import scipy.sparse as sp
 from scipy.sparse import csgraph
 from scipy.sparse.linalg import eigsh
 
-from caden.errors import CadenError, positive, whole
+from caden.errors import CadenError, number, positive, whole
 
 _DENSE = 1500  # up to this many agents the spectrum comes from a dense eigenvalue solver
 
@@ -30,7 +30,6 @@ class Graph:
     agents: int
     edges: np.ndarray
     name: str = "graph"
-    positions: dict[int, tuple[float, float]] | None = field(default=None, repr=False)
 
     @cached_property
     def degrees(self) -> np.ndarray:
@@ -153,7 +152,7 @@ def erdos_renyi(agents: int, p: float = 0.2, edges: int | None = None, seed: int
     whole("seed", seed)
     rng = np.random.default_rng(seed)
     if edges is None:
-        if not 0 < p <= 1:
+        if not 0 < number("p", p) <= 1:
             raise CadenError(f"`p` must lie in (0, 1], got {p}.")
         draws = (nx.fast_gnp_random_graph(agents, p, seed=int(rng.integers(2**31))) for _ in range(500))
     else:
@@ -215,10 +214,10 @@ def exponential(agents: int) -> Graph:
 
 def small_world(agents: int, k: int = 4, p: float = 0.1, seed: int = 0) -> Graph:
     """Watts-Strogatz: a ring of `k` nearest neighbours, each edge rewired with probability `p`; connected."""
-    whole("agents", agents, least=3), whole("k", k, least=2)
+    whole("agents", agents, least=3), whole("k", k, least=2), whole("seed", seed)
     if k >= agents:
         raise CadenError(f"`k` must be below the number of agents ({agents}), got {k}.")
-    if not 0 <= p <= 1:
+    if not 0 <= number("p", p) <= 1:
         raise CadenError(f"`p` must lie in [0, 1], got {p}.")
     return from_networkx(nx.connected_watts_strogatz_graph(agents, k, p, tries=500, seed=seed), "small_world")
 

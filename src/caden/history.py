@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from torch import Tensor, nn
 
 from caden import checkpoint
@@ -32,6 +31,7 @@ class Result:
     problem: Problem = field(repr=False)
     target: float | None = None
     directory: Path | None = None
+    scalars: dict[str, float] = field(default_factory=dict)  # single numbers of the method's state, such as mu_z
     stopped: str = "rounds"  # why: "rounds", "target", "tolerance", "callback", "diverged", "interrupted"
 
     @property
@@ -54,7 +54,7 @@ class Result:
     def summary(self) -> dict[str, Any]:
         """Final value of every column, best accuracy, and what the target took (None if it was not reached)."""
         found: dict[str, Any] = dict(self.rows[-1]) if self.rows else {}
-        found["stopped"] = self.stopped
+        found |= {"stopped": self.stopped, **self.scalars}
         if "accuracy" in found:
             found["best_accuracy"] = max(float(row["accuracy"] or 0) for row in self.rows)
             if self.target is not None:
@@ -74,28 +74,42 @@ class RunDirectory:
         self.weights = path / "weights.safetensors"
 
     @classmethod
-    def create(cls, path: Path, config: str) -> RunDirectory:
+    def create(cls, path: Path, config: str, seed: int) -> RunDirectory:
         """A new directory with its configuration; an existing one is never touched."""
         if path.exists():
             raise CadenError(f"{path} exists already; choose another directory, or resume that run.")
         packages = ("caden-opt", "torch", "numpy", "scipy", "networkx", "scikit-learn", "pandas", "safetensors")
         about = {name: version(name) for name in packages}
-        about |= {"python": platform.python_version(), "machine": platform.machine(), "cores": str(os.cpu_count())}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent))  # appears under its name when it is complete
-        (fresh / "config.toml").write_text(config)
-        (fresh / "versions.json").write_text(json.dumps(about, indent=1) + "\n")
-        fresh.chmod(0o755)
-        fresh.rename(path)
+        about |= {
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "cores": str(os.cpu_count()),
+            "seed": str(seed),
+        }
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent))  # gets its name when it is complete
+            if config:  # a run started from Python has no text that could make it again
+                (fresh / "config.toml").write_text(config)
+            (fresh / "versions.json").write_text(json.dumps(about, indent=1) + "\n")
+            fresh.chmod(0o755)
+            fresh.rename(path)
+        except OSError as error:
+            raise CadenError(f"Cannot make the run directory {path}: {error.strerror}.") from None
         return cls(path)
 
-    def read(self) -> list[Row]:
-        """The rows written so far; a line cut off by a crash does not count."""
-        if not self.metrics.exists():
-            return []
-        text = self.metrics.read_text()
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(lines)]
+    def read(self, last: int) -> list[Row]:
+        """The rows written up to round `last`; a line cut off by a crash does not count."""
+        try:
+            text = self.metrics.read_text()
+            lines = text[: text.rfind("\n") + 1].splitlines()
+            rows = [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(lines)]
+            rows = [row for row in rows if int(row["round"] or 0) <= last]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            rows = []
+        if not rows or rows[0]["round"] != 0:
+            raise CadenError(f"{self.metrics} is missing or damaged; delete the checkpoint beside it to start again.")
+        return rows
 
     def keep(self, rows: list[Row]) -> None:
         """Rewrite the metrics with these rows only: what was recorded after the last checkpoint is done again."""
@@ -134,12 +148,3 @@ def _write(file: Any, row: Row, header: bool) -> None:
     if header:
         writer.writeheader()
     writer.writerow({k: "" if v is None else repr(v) for k, v in row.items()})
-
-
-def device_of(name: str) -> torch.device:
-    """A torch device by name, or one clear line."""
-    try:
-        torch.empty(0, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError) as error:
-        raise CadenError(f"`device` {name!r} is not available here: {str(error).splitlines()[0]}") from None

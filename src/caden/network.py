@@ -132,7 +132,8 @@ class Stacked:
 
         def maximum(values: Tensor) -> Tensor:
             # Flooding: as many scalar exchanges as the longest path has edges.
-            count(2 * len(self.first) * self._graph.diameter, 1, values.element_size())
+            if index >= 0:
+                count(2 * len(self.first) * self._graph.diameter, 1, values.element_size())
             return values.max()
 
         def uniform(label: str) -> float:

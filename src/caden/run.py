@@ -119,14 +119,16 @@ def simulate(
     start = _start(problem, x0)
     everyone = torch.ones(graph.agents, dtype=torch.bool)
 
-    place = None
     rows: list[Row] = []
-    if directory is not None:
-        place = RunDirectory(Path(directory)) if resume else RunDirectory.create(Path(directory), config)
+    place = RunDirectory(Path(directory)) if directory is not None else None
     saved = checkpoint.load(place.checkpoint) if place and resume and place.checkpoint.exists() else None
+    if place and not resume and place.path.exists():
+        raise CadenError(f"{place.path} exists already; choose another directory, or resume that run.")
 
     with _threads(deterministic), _interruptible() as interrupted:
-        curvature = None
+        curvature = saved[0].get("curvature") if saved else None
+        if curvature is not None:
+            curvature = curvature.to(problem.device)
         if saved is None and warmup is not None:
             start, curvature = _warm_up(counted, start, warmup)
         bound = _GROWTH * (1 + float(torch.linalg.vector_norm(start, dim=1).max()))
@@ -141,9 +143,11 @@ def simulate(
             counted.gradients, bound = int(numbers["gradients"]), numbers["bound"]
             first, clock = int(numbers["round"]), numbers["seconds"]
             rejected, fallbacks, stalled = (int(numbers[k]) for k in ("rejected", "fallbacks", "stalled"))
-            rows = [row for row in place.read() if int(row["round"] or 0) <= first]
+            rows = place.read(first)
         if place and resume:
             place.keep(rows)
+        elif place:
+            place = RunDirectory.create(place.path, config, seed)
 
         def record(index: int, info: Info, active: int) -> Row:
             found = measure(problem, state, info, (network.first, network.second))
@@ -166,13 +170,17 @@ def simulate(
             return row
 
         def result(why: str) -> Result:
-            return Result(state.x, rows, problem, target, place.path if place else None, why)
+            fields = checkpoint.flatten(state, "").items()
+            scalars = {name.removeprefix("."): float(value) for name, value in fields if value.ndim == 0}
+            return Result(state.x, rows, problem, target, place.path if place else None, scalars, why)
 
         def save(index: int) -> None:
             if place is None:
                 return
             tensors = checkpoint.flatten(state, "state")
             tensors |= {f"network.{k}": t for k, t in network.buffers().items()}
+            if curvature is not None:
+                tensors["curvature"] = curvature
             numbers = {
                 "round": index,
                 "seconds": clock,
@@ -192,6 +200,8 @@ def simulate(
 
         if not rows:
             record(0, Info(), graph.agents)
+        if stop_at_target and (target is None or "accuracy" not in rows[0]):
+            raise CadenError("`stop_at_target` needs a `target` and a problem that measures accuracy.")
         why = _reason(rows[-1], state, target if stop_at_target else None, tolerance, ())
         with ProgressBar(rounds, graph.agents, progress) as bar:
             bar.update(first, rows[-1])
@@ -213,11 +223,11 @@ def simulate(
                     why = _reason(row, state, target if stop_at_target else None, tolerance, callbacks)
                     bar.update(index, row)
                 if lost:
-                    raise stop(_diverged(index, lost), "diverged")
+                    raise stop(_diverged(index, lost, place), "diverged")
                 if index % checkpoint_every == 0 or interrupted.is_set():
                     save(index)
                 if interrupted.is_set() and index < rounds and why is None:
-                    raise stop(_interrupted(index, place), "interrupted")
+                    raise stop(_interrupted(index, place, config), "interrupted")
         done = result(why or "rounds")
         if place:
             place.finish(done)
@@ -253,6 +263,9 @@ def _warm_up(problem: Counted, x: Tensor, spec: Warmup | Mapping[str, Any]) -> t
             ratio = (torch.linalg.vector_norm(gradient - before, dim=1) / moved).nan_to_num(0, 0)
             curvature = ratio if curvature is None else torch.maximum(curvature, ratio)
         x, before = x - warmup.step_size * gradient, gradient
+    lost = (~x.isfinite().all(1)).nonzero().flatten().tolist()
+    if lost:
+        raise Diverged(f"The warm-up diverged (agents {_named(lost)}): shorten `warmup.step_size`.")
     return x, curvature
 
 
@@ -277,16 +290,22 @@ def _reason(
     return "callback" if any(answer is True for answer in asked) else None
 
 
-def _diverged(index: int, agents: list[int]) -> Diverged:
-    named = ", ".join(map(str, agents[:8])) + (" ..." if len(agents) > 8 else "")
+def _named(agents: list[int]) -> str:
+    return ", ".join(map(str, agents[:8])) + (" ..." if len(agents) > 8 else "")
+
+
+def _diverged(index: int, agents: list[int], place: RunDirectory | None) -> Diverged:
+    where = f" The history until then is in {place.metrics}." if place else ""
     return Diverged(
-        f"Diverged in round {index} (agents {named}): lower the dual step `mu_y` to at most `mu_z`, raise `mu_z`, "
-        "or shorten the step size. The history until then is kept."
+        f"Diverged in round {index} (agents {_named(agents)}): lower the dual step `mu_y` to at most `mu_z`, raise "
+        f"`mu_z`, or shorten the step size.{where}"
     )
 
 
-def _interrupted(index: int, place: RunDirectory | None) -> Interrupted:
-    how = f"; `caden resume {place.path}` goes on" if place else ""
+def _interrupted(index: int, place: RunDirectory | None, config: str) -> Interrupted:
+    how = f"; `caden resume {place.path}` goes on" if place and config else ""
+    if place and not config:
+        how = f"; the same call with resume=True and directory={str(place.path)!r} goes on"
     return Interrupted(f"Interrupted after round {index}{how}.")
 
 

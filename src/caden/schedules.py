@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caden.errors import CadenError, choose
+from caden.errors import CadenError, whole
+from caden.registry import make
 
 
 class Draw(NamedTuple):
@@ -35,12 +36,13 @@ Schedule = Callable[[int, Draw], Any]
 
 def switch(first: Any, then: Any, at: int) -> Schedule:
     """`first` before round `at`, `then` from it on. The paper's "-Red" workload is ``switch(5, 1, at=100)``."""
+    whole("at", at)
     return lambda round, draw: first if round < at else then
 
 
 def between(low: int, high: int) -> Schedule:
     """A whole number drawn uniformly from low..high for each agent in each round."""
-    if not 0 <= low <= high:
+    if not whole("low", low) <= whole("high", high):
         raise CadenError(f"`between` needs 0 <= low <= high, got low={low}, high={high}.")
     return lambda round, draw: low + np.floor(draw.uniform("work", round) * (high - low + 1)).astype(int)
 
@@ -50,14 +52,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {"switch": switch, "between": be
 
 def from_spec(spec: Any) -> Any:
     """Turn a TOML value into what `simulate` takes: a number and a list stay, a table names a schedule."""
-    if not isinstance(spec, dict):
-        return spec
-    arguments = dict(spec)
-    name = choose("schedule", str(arguments.pop("name", "")), SCHEDULES)
-    try:
-        return SCHEDULES[name](**arguments)
-    except TypeError as error:
-        raise CadenError(f"Schedule {name!r}: {error}.") from None
+    return make("schedule", SCHEDULES, spec) if isinstance(spec, dict) else spec
 
 
 def _per_agent(name: str, value: Any, agents: int) -> np.ndarray:
@@ -81,6 +76,8 @@ class Participation:
     def __init__(self, spec: float | Sequence[float] | Schedule, draw: Draw):
         self._draw = draw
         self._schedule: Schedule = spec if callable(spec) else lambda round, draw: spec
+        if isinstance(spec, bool):
+            raise CadenError(f"`participation` must be a number, a sequence or a schedule, got {spec}.")
         self.may_sleep = callable(spec) or bool((self._probability(0) < 1).any())
 
     def _probability(self, round: int) -> np.ndarray:

@@ -23,6 +23,7 @@ __all__ = [
     "dirichlet",
     "fetch_data",
     "iid",
+    "is_here",
     "load",
     "partition_from_spec",
     "shards",
@@ -71,6 +72,12 @@ def fetch_data(name: str) -> list[Path]:
     """Make sure that a data set is on this machine; returns its files (none for those that come with a package)."""
     choose("data set", name, DATASETS)
     return list(fetch(name, _SOURCES[name]).values()) if name in _SOURCES else []
+
+
+def is_here(name: str) -> bool:
+    """Whether all files of a data set are in the cache (their checksums are looked at when they are loaded)."""
+    files = _SOURCES[name].files if name in _SOURCES else {}
+    return all((cache_folder() / name / file).is_file() for file in files)
 
 
 def _idx(path: Path) -> np.ndarray:

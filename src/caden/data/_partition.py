@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from caden.errors import CadenError, choose, positive, whole
+from caden.errors import CadenError, positive, whole
+from caden.registry import make
 
 Partition = Callable[[np.ndarray, int, int], list[np.ndarray]]
 
@@ -60,8 +61,11 @@ def shards(classes: int = 2) -> Partition:
 
 def sizes(sizes: Sequence[float]) -> Partition:
     """At random, in parts proportional to the given numbers."""
-    weights = np.asarray(sizes, dtype=float)
-    if weights.ndim != 1 or not (weights > 0).all():
+    try:
+        weights = np.asarray(sizes, dtype=float)
+    except (TypeError, ValueError):
+        weights = np.empty(0)
+    if weights.ndim != 1 or len(weights) == 0 or not (weights > 0).all():
         raise CadenError("`sizes` must be a list of positive numbers.")
 
     def deal(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
@@ -89,14 +93,11 @@ def partition_from_spec(spec: Any, labels: np.ndarray, agents: int, seed: int) -
     if isinstance(spec, str):
         spec = {"name": spec}
     if isinstance(spec, dict):
-        arguments = dict(spec)
-        name = choose("partition", str(arguments.pop("name", "")), PARTITIONS)
-        if name in ("dirichlet", "shards") and (labels.ndim != 1 or labels.dtype.kind not in "iu"):
-            raise CadenError(f"Partition {name!r} needs class labels as targets.")
-        try:
-            spec = PARTITIONS[name](**arguments)
-        except TypeError as error:
-            raise CadenError(f"Partition {name!r}: {error}.") from None
+        if spec.get("name") in ("dirichlet", "shards") and (labels.ndim != 1 or labels.dtype.kind not in "iu"):
+            raise CadenError(f"Partition {spec['name']!r} needs class labels as targets.")
+        spec = make("partition", PARTITIONS, spec)
+    if not callable(spec) and not isinstance(spec, Sequence):
+        raise CadenError(f"`partition` must be a name, a table, a function or index arrays, got {spec!r}.")
     parts = [np.asarray(p) for p in (spec(labels, agents, seed) if callable(spec) else spec)]
     if len(parts) != agents:
         raise CadenError(f"The partition has {len(parts)} parts for {agents} agents.")

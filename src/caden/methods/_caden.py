@@ -30,7 +30,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Heard, Info, LocalSolver, Method, Objective, Round
-from caden.errors import CadenError, choose, positive
+from caden.errors import CadenError, choose, number, positive
 from caden.theory import smoothness
 
 AUTO = 0.1  # mu_z = AUTO * L / mean degree: see docs/parameters.md for the measurements behind it
@@ -75,11 +75,11 @@ def caden(
     """
     choose("dual", dual, ("exact", "paper"))
     if mu_z != "auto":
-        positive("mu_z", mu_z)  # type: ignore[arg-type]
+        positive("mu_z", mu_z)
     if mu_y is not None:
         positive("mu_y", mu_y)
     positive("growth", growth)
-    if not 0 < relax < 1:
+    if not 0 < number("relax", relax) < 1:
         raise CadenError(f"`relax` must lie in (0, 1), got {relax}.")
     if dual == "paper" and relax != 0.5:
         raise CadenError('`relax` belongs to `dual="exact"`; the paper\'s rule has none (0.5).')
@@ -102,8 +102,9 @@ def caden(
         return State(x, torch.zeros_like(x), heard.laplacian() / 2, memory, mu.to(x.dtype), s, y)
 
     def step(state: State, round: Round) -> tuple[State, Info]:
-        mu = state.mu_z * growth**round.index
-        step_y = mu if mu_y is None else mu_y * growth**round.index
+        factor = torch.tensor(growth, dtype=state.mu_z.dtype, device=state.mu_z.device) ** round.index
+        mu = state.mu_z * factor
+        step_y = mu if mu_y is None else mu_y * factor
         objective = Objective(round.problem, state.phi + mu * state.gap, mu * round.degree)
         solved = local.solve(objective, state.x, round.work, state.memory)
         heard = round.broadcast(solved.x)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 from caden.data import Partition, partition_from_spec
 from caden.errors import CadenError, choose, whole
@@ -40,7 +40,7 @@ class Module:
         batching: str,
     ):
         self.model, self.test, self.loss, self.metrics, self.scale = model, test, loss, metrics, scale
-        named = dict(model.named_parameters())
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}  # frozen ones stay as they are
         self.names, self.shapes = list(named), [p.shape for p in named.values()]
         self.sizes = [p.numel() for p in named.values()]
         self.start = torch.cat([p.detach().reshape(-1) for p in named.values()])
@@ -69,30 +69,39 @@ class Module:
         """f_i must be a function of the parameters: no randomness, no state that changes in the forward pass."""
         x, y = (part[:8] for part in self.shards[0])
         trial = copy.deepcopy(self.model)
-        with torch.no_grad():
-            before = [b.clone() for b in trial.buffers()]
-            first, second = trial(x), trial(x)
-            if any(not torch.equal(a, b) for a, b in zip(before, trial.buffers())):
-                raise CadenError(
-                    "The model changes buffers in its forward pass (batch normalisation?), which is not a function of "
-                    "its parameters: use GroupNorm or LayerNorm, or track_running_stats=False."
-                )
-            if not torch.equal(first, second):
-                raise CadenError("The model is random (dropout?): set the layer's p to 0 or call model.eval() first.")
-            if self.loss(first, y).ndim != 0:
-                raise CadenError("`loss` must return a scalar, the mean over the samples.")
+        before = [b.clone() for b in trial.buffers()]
+        try:
+            with torch.no_grad():
+                first, second = trial(x), trial(x)
+                loss = self.loss(first, y)
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            message = str(error).splitlines()[0]
+            raise CadenError(f"The model or the loss does not take these data ({message}).") from None
+        if any(not torch.equal(a, b) for a, b in zip(before, trial.buffers())):
+            raise CadenError(
+                "The model changes buffers in its forward pass (batch normalisation?), which is not a function of "
+                "its parameters: use GroupNorm or LayerNorm, or track_running_stats=False."
+            )
+        if not torch.equal(first, second):
+            raise CadenError("The model is random (dropout?): set the layer's p to 0 or call model.eval() first.")
+        if loss.ndim != 0:
+            raise CadenError("`loss` must return a scalar, the mean over the samples.")
+        labels = [target for _, target in self.shards]
+        if self.loss is cross_entropy and not y.is_floating_point():
+            low, high = min(int(t.min()) for t in labels), max(int(t.max()) for t in labels)
+            if low < 0 or high >= first.shape[1]:
+                raise CadenError(f"The labels lie in {low}..{high}, but the model has {first.shape[1]} outputs.")
 
     def _samples_per_call(self) -> int:
-        """Samples evaluated in one call, if the loss is a mean over samples; else whole shards."""
-        x, y = self.shards[0]
-        whole_shard = max(len(x) for x, _ in self.shards)
-        sample_bytes = x[0].numel() * x.element_size()
-        if len(x) < 2:
+        """Samples evaluated in one call: fewer than a shard only if f_i is a mean of terms of one sample each."""
+        x, whole_shard = self.shards[0][0], max(len(x) for x, _ in self.shards)
+        if self.loss not in (cross_entropy, mse_loss) or len(x) < 4:
             return whole_shard
         with torch.no_grad():
-            head, tail, both = (self.loss(self.model(x[s]), y[s]) for s in (slice(1), slice(1, 2), slice(2)))
-        mean = torch.isclose((head + tail) / 2, both, rtol=1e-4, atol=1e-6)
-        return min(whole_shard, max(64, _CHUNK // sample_bytes)) if bool(mean) else whole_shard
+            together, apart = self.model(x[:4]), torch.cat([self.model(x[:2]), self.model(x[2:4])])
+        if not torch.allclose(together, apart, rtol=1e-3, atol=1e-5):
+            return whole_shard  # a layer couples the samples of a batch
+        return min(whole_shard, max(64, _CHUNK // (x[0].numel() * x.element_size())))
 
     def _views(self, rows: Tensor) -> dict[str, Tensor]:
         """(..., d) rows as a dictionary of parameters, without copying."""
@@ -210,7 +219,7 @@ def _tensors(data: Any, what: str, dtype: torch.dtype, device: str) -> tuple[Ten
     if len(inputs) != len(targets):
         raise CadenError(f"`{what}` has {len(inputs)} inputs but {len(targets)} targets.")
     inputs = inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
-    targets = targets.to(device, dtype) if targets.is_floating_point() else targets.to(device)
+    targets = targets.to(device, dtype if targets.is_floating_point() else torch.int64)
     return inputs, targets
 
 
@@ -231,7 +240,8 @@ def classification(
     """Train `model` over agents that each hold a shard of `train`; the model's own parameters are the start.
 
     Args:
-        model: any module whose forward pass is a function of its parameters (batch norm and dropout are refused).
+        model: any module whose forward pass is a function of its parameters (running batch norm and dropout are
+            refused); parameters with requires_grad=False stay as they are.
         train, test: a pair (inputs, targets) of arrays or tensors, or a torch Dataset; `test` may be None.
         partition: "iid", "dirichlet", "shards", "sizes", a table with `name` and parameters, a function
             (labels, agents, seed) -> index arrays, or the index arrays themselves.
@@ -246,8 +256,8 @@ def classification(
     """
     whole("agents", agents, least=1)
     choose("weight", weight, ("agents", "samples"))
-    if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
-        raise CadenError("`model` must be an nn.Module with parameters.")
+    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
+        raise CadenError("`model` must be an nn.Module with parameters to train.")
     inputs, targets = _tensors(train, "train", dtype, device)
     held_out = None if test is None else _tensors(test, "test", dtype, device)
     if held_out is not None and held_out[0].shape[1:] != inputs.shape[1:]:
@@ -257,12 +267,6 @@ def classification(
     model = copy.deepcopy(model).to(device, dtype)
     parts = partition_from_spec(partition, targets.cpu().numpy(), agents, seed)
     shards = [(inputs[torch.as_tensor(p)], targets[torch.as_tensor(p)]) for p in parts]
-    try:
-        with torch.no_grad():
-            model(inputs[:2])
-    except RuntimeError as error:
-        message = str(error).splitlines()[0]
-        raise CadenError(f"The model does not take inputs of shape {tuple(inputs.shape[1:])}: {message}.") from None
     if metrics is None:
         metrics = {"accuracy": accuracy} if not targets.is_floating_point() else {}
     counts = torch.tensor([len(x) for x, _ in shards], dtype=torch.float64)

@@ -40,15 +40,13 @@ class Quadratic:
         return {}
 
 
-def quadratics(A: Any, b: Any, dtype: torch.dtype | None = None, device: str = "cpu") -> Quadratic:
+def quadratics(A: Any, b: Any, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Quadratic:
     """f_i(x) = x'A_i x / 2 - b_i'x from given symmetric A (m, d, d) and b (m, d).
 
     >>> quadratics([[[2.0]], [[1.0]]], [[1.0], [2.0]]).solution
     tensor([1.], dtype=torch.float64)
     """
-    A = torch.as_tensor(A, device=device)
-    dtype = dtype or (A.dtype if isinstance(A, Tensor) and A.dtype == torch.float64 else torch.float64)
-    A, b = A.to(dtype), torch.as_tensor(b, device=device).to(dtype)
+    A, b = (torch.as_tensor(part, device=device).to(dtype) for part in (A, b))
     if A.ndim != 3 or A.shape[1] != A.shape[2] or b.shape != A.shape[:2]:
         raise CadenError(f"`A` must have shape (m, d, d) and `b` (m, d), got {tuple(A.shape)} and {tuple(b.shape)}.")
     if not torch.allclose(A, A.mT):

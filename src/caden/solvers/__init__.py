@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from caden.core import LocalSolver
-from caden.errors import CadenError, choose
+from caden.errors import CadenError
+from caden.registry import make
 from caden.solvers._adam import adam
 from caden.solvers._exact import exact
 from caden.solvers._gd import gd
@@ -21,9 +22,8 @@ def from_spec(spec: LocalSolver | str | dict[str, Any]) -> LocalSolver:
     """A solver from itself, its name, or a table with `name` and parameters."""
     if isinstance(spec, LocalSolver):
         return spec
-    arguments = {"name": spec} if isinstance(spec, str) else dict(spec)
-    name = choose("solver", str(arguments.pop("name", "lbfgs")), SOLVERS)
-    try:
-        return SOLVERS[name](**arguments)
-    except TypeError as error:
-        raise CadenError(f"Solver {name!r}: {error}.") from None
+    table = {"name": "lbfgs", **spec} if isinstance(spec, dict) else {"name": spec}
+    if not isinstance(table["name"], str):
+        raise CadenError(f"`solver` must be a solver, a name or a table, got {spec!r}.")
+    solver: LocalSolver = make("solver", SOLVERS, table)
+    return solver

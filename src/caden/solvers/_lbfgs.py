@@ -214,6 +214,8 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True) 
                     pairs.stored[at] = 0
                     known = now.rho[at] + torch.maximum(worst, now.curvature[at]).unsqueeze(1)
                     p = -torch.minimum(1 / known, (0.1 * norm(p) / norm(g)).unsqueeze(1)) * g
+        if stalled:  # the caution learnt there belongs to this solve
+            now.curvature[list(stalled)] = state.curvature[list(stalled)]
         info = Info(now.value, now.gradient, rejected, fallbacks, tuple(sorted(stalled)))
         kept_pairs = pairs if carry else no_pairs(x, 0)
         return Solved(now.x, LBFGSMemory(now.value, now.gradient, now.curvature, *kept_pairs), info)

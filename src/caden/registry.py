@@ -1,0 +1,62 @@
+"""Making things from tables `{name = "...", parameter = value, ...}`, as TOML files and keyword arguments give them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from caden.errors import CadenError, choose
+
+Factory = Callable[..., Any]
+
+
+def load_object(name: str) -> Any:
+    """The object behind "module:name"; modules in the current folder count."""
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CadenError(f"Cannot load {name!r}: {error}.") from None
+
+
+def factory(
+    kind: str, registry: Mapping[str, Factory], table: Mapping[str, Any], hidden: tuple[str, ...] = ()
+) -> Factory:
+    """The function that a table names, after checking that it knows all the table's keys."""
+    name = table.get("name")
+    if not isinstance(name, str):
+        raise CadenError(f"`{kind}.name` is missing; known: {', '.join(sorted(registry))}.")
+    found: Factory = load_object(name) if ":" in name else registry[choose(kind, name, registry)]
+    if not callable(found):
+        raise CadenError(f"{name!r} is not a function that makes a {kind}.")
+    known = [key for key in parameters(found) if key not in hidden]
+    for key in table:
+        if key != "name":
+            choose("key", f"{kind}.{key}", [f"{kind}.{k}" for k in known])
+    return found
+
+
+def parameters(function: Factory) -> dict[str, inspect.Parameter]:
+    """The named parameters of a function; none if they cannot be told."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def make(kind: str, registry: Mapping[str, Factory], table: Mapping[str, Any], **shared: Any) -> Any:
+    """Call the named function with the table's values, and with those shared ones that it takes and the table lacks."""
+    function = factory(kind, registry, table)
+    takes = parameters(function)
+    arguments = {k: v for k, v in shared.items() if k in takes} | {k: v for k, v in table.items() if k != "name"}
+    lacking = [
+        n for n, p in takes.items() if p.default is p.empty and n not in arguments and p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    if lacking:
+        raise CadenError(f"`{kind}.{lacking[0]}` is missing: {table['name']} needs it.")
+    return function(**arguments)
