@@ -84,6 +84,7 @@ def test_from_networkx_numbers_nodes_in_order():
         (lambda: graphs.from_edges([(0, 0), (0, 1)]), "self-loops"),
         (lambda: graphs.from_edges([(0, 5)], agents=3), "agents 0..2"),
         (lambda: graphs.from_edges([(0, 1, 2)]), "pairs"),
+        (lambda: graphs.from_edges([3]), "pairs"),
         (lambda: graphs.from_edges([(0, 1.5)]), "whole numbers"),
         (lambda: graphs.from_networkx(nx.DiGraph([(0, 1)])), "directed"),
         (lambda: graphs.erdos_renyi(20, 0.001), "raise `p`"),

@@ -112,7 +112,10 @@ def from_edges(edges: Iterable[Sequence[int]], agents: int | None = None, name: 
     >>> from_edges([(0, 1), (1, 2)]).degrees.tolist()
     [1, 2, 1]
     """
-    pairs = [tuple(edge) for edge in edges]
+    try:
+        pairs = [tuple(edge) for edge in edges]
+    except TypeError:
+        pairs = [()]
     if any(len(pair) != 2 for pair in pairs):
         raise CadenError("`edges` must be pairs of agents.")
     if any(isinstance(end, bool) or not isinstance(end, int | np.integer) for pair in pairs for end in pair):

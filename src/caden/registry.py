@@ -35,8 +35,9 @@ def factory(
     if not callable(found):
         raise CadenError(f"{name!r} is not a function that makes a {kind}.")
     known = [key for key in parameters(found) if key not in hidden]
+    free = any(p.kind is p.VAR_KEYWORD for p in parameters(found).values())
     for key in table:
-        if key != "name":
+        if key != "name" and not free:
             choose("key", f"{kind}.{key}", [f"{kind}.{k}" for k in known])
     return found
 

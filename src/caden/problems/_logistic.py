@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from caden.errors import CadenError, whole
+from caden.errors import CadenError, number, whole
 from caden.parallel import each, fastest
 
 
@@ -97,7 +97,7 @@ def logistic(
     >>> logistic(agents=4, dim=3).value_and_grad(torch.zeros(4, 3, dtype=torch.float64))[0]
     tensor([0.6931, 0.6931, 0.6931, 0.6931], dtype=torch.float64)
     """
-    if alpha < 0 or l2 < 0:
+    if number("alpha", alpha) < 0 or number("l2", l2) < 0:
         raise CadenError(f"`alpha` and `l2` must not be negative, got {alpha} and {l2}.")
     if (features is None) != (labels is None):
         raise CadenError("`features` and `labels` go together.")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
-from caden.errors import CadenError, positive
+from caden.errors import CadenError, number, positive
 from caden.solvers._iterate import Iterate, Memory, index, pick, start
 
 
@@ -16,7 +16,7 @@ def adam(step: float = 5e-3, beta1: float = 0.9, beta2: float = 0.999, eps: floa
     ``methods.caden(mu_z=2 * rho, growth=1.0003, solver=adam())`` is the fair counterpart of DiNNO.
     """
     positive("step", step), positive("eps", eps)
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+    if not (0 <= number("beta1", beta1) < 1 and 0 <= number("beta2", beta2) < 1):
         raise CadenError(f"`beta1` and `beta2` must lie in [0, 1), got {beta1} and {beta2}.")
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
