@@ -117,3 +117,202 @@ def two_loop(pairs, g, gamma):
     for (s, y), a in zip(pairs, reversed(alphas)):
         r = r + s * (a - (y @ r) / (s @ y))
     return r
+
+
+def metropolis(edges, awake):
+    """(m, m) Metropolis weights of the awake subgraph, identity for sleepers."""
+    agents = len(awake)
+    live = [(i, j) for i, j in edges if awake[i] and awake[j]]
+    near = neighbours(live, agents)
+    W = np.zeros((agents, agents))
+    for i, j in live:
+        W[i, j] = W[j, i] = 1 / (1 + max(len(near[i]), len(near[j])))
+    return W + np.diag(1 - W.sum(axis=1))
+
+
+def gradient(A, b):
+    """(i, v) -> gradient of f_i at v."""
+    return lambda i, v: A[i] @ v - b[i]
+
+
+def stacked(grad, x):
+    return np.array([grad(i, v) for i, v in enumerate(x)])
+
+
+def gradient_tracking(x, edges, grad, alpha, form, awake):
+    """The four forms, agent by agent on the awake subgraph."""
+    x, out = x.copy(), []
+    G = stacked(grad, x)
+    g = G.copy()
+    for mask in awake:
+        W, on = metropolis(edges, mask), mask[:, None]
+        step = np.where(on, alpha * g, 0)
+        x = W @ (x - step) if form in ("atc", "semi_b") else W @ x - step
+        new = np.where(on, stacked(grad, x), G)
+        D = new - G
+        g = W @ (g + D) if form in ("atc", "semi_a") else W @ g + D
+        G = new
+        out.append(x.copy())
+    return out
+
+
+def adapd(x, edges, solve, grad, eta, awake, variant=None, mix=None):
+    """ADAPD with x0 = x at the start; `solve(i, v, linear, quadratic)` as elsewhere; `mix(mask, v)` may replace W v."""
+    agents = len(x)
+    mix = mix or (lambda mask, v: metropolis(edges, mask) @ v)
+    x, x0, y, z, out = x.copy(), x.copy(), np.zeros_like(x), np.zeros_like(x), []
+    q = mix(np.ones(agents, bool), x0)
+    for mask in awake:
+        new, send = x.copy(), x0.copy()
+        for i in np.flatnonzero(mask):
+            if variant == "og":
+                new[i] = x0[i] - eta * (grad(i, x[i]) + y[i])
+            else:
+                new[i] = solve(i, x[i], y[i] - x0[i] / eta, 1 / eta)
+            send[i] = (new[i] + q[i] + eta * (y[i] - z[i])) / 2
+            y[i] = y[i] + (new[i] - send[i]) / eta
+        mixed = mix(mask, send)
+        for i in np.flatnonzero(mask):
+            q[i] = mixed[i]
+            z[i] = z[i] + (send[i] - q[i]) / eta
+        x, x0 = new, send
+        out.append(x.copy())
+    return out
+
+
+def dgd(x, edges, grad, alpha, awake):
+    x, out = x.copy(), []
+    for mask in awake:
+        x = metropolis(edges, mask) @ x - np.where(mask[:, None], alpha * stacked(grad, x), 0)
+        out.append(x.copy())
+    return out
+
+
+def exact_diffusion(x, edges, grad, alpha, awake, mix_first):
+    x, q, out = x.copy(), np.zeros_like(x), []
+    for t, mask in enumerate(awake):
+        z = np.where(mask[:, None], x - alpha * stacked(grad, x) - q, x)
+        x = z if t == 0 and not mix_first else (z + metropolis(edges, mask) @ z) / 2
+        q = q + z - x
+        out.append(x.copy())
+    return out
+
+
+def extra(x, edges, grad, alpha, awake):
+    x, out = x.copy(), []
+    m = (x + metropolis(edges, np.ones(len(x), bool)) @ x) / 2
+    q = x - m
+    for mask in awake:
+        on = mask[:, None]
+        x = np.where(on, m - alpha * stacked(grad, x) - q, x)
+        m = np.where(on, (x + metropolis(edges, mask) @ x) / 2, m)
+        q = np.where(on, q + x - m, q)
+        out.append(x.copy())
+    return out
+
+
+def local_steps(grad, i, v, alpha, steps, correction):
+    for _ in range(steps):
+        v = v - alpha * (grad(i, v) + correction)
+    return v
+
+
+def led(x, edges, grad, alpha, beta, steps, awake):
+    x, y, out = x.copy(), np.zeros_like(x), []
+    for mask in awake:
+        v = x.copy()
+        for i in np.flatnonzero(mask):
+            v[i] = local_steps(grad, i, x[i], alpha, steps, beta / alpha * y[i])
+        x = (v + metropolis(edges, mask) @ v) / 2
+        y = y + v - x
+        out.append(x.copy())
+    return out
+
+
+def kgt(x, edges, grad, alpha, gamma, steps, awake):
+    x, c, out = x.copy(), np.zeros_like(x), []
+    for mask in awake:
+        z = np.zeros_like(x)
+        for i in np.flatnonzero(mask):
+            z[i] = (x[i] - local_steps(grad, i, x[i], alpha, steps, c[i])) / (steps * alpha)
+        W = metropolis(edges, mask)
+        c = c - z + W @ z
+        x = W @ (x - gamma * steps * alpha * z)
+        out.append(x.copy())
+    return out
+
+
+def lt_admm(x, edges, grad, gamma, beta, rho, alpha, steps, awake):
+    agents = len(x)
+    near = neighbours(edges, agents)
+    x, out = x.copy(), []
+    z = {(i, j): rho / 2 * (x[i] + x[j]) for i in range(agents) for j in near[i]}
+    for mask in awake:
+        sent, old = {}, x.copy()
+        for i in np.flatnonzero(mask):
+            pull = rho * len(near[i]) * old[i] - sum(z[i, j] for j in near[i])
+            x[i] = local_steps(grad, i, old[i], gamma, steps, beta / gamma * pull)
+            sent |= {(i, j): z[i, j] - 2 * rho * x[i] for j in near[i]}
+        for (i, j), message in sent.items():
+            z[j, i] = (1 - alpha) * z[j, i] - alpha * message
+        out.append(x.copy())
+    return out
+
+
+def dinno(x, edges, solve, rho, growth, awake):
+    """The dual on edges with both ends awake, anchors with what each agent last sent."""
+    agents, zero = len(x), np.zeros(x.shape[1])
+    near = neighbours(edges, agents)
+    x, sent, p, out = x.copy(), x.copy(), np.zeros_like(x), []
+    for t, mask in enumerate(awake):
+        now = rho * growth ** (t + 1)
+        sent[mask] = x[mask]
+        for i in np.flatnonzero(mask):
+            p[i] = p[i] + now * sum((sent[i] - sent[j] for j in near[i] if mask[j]), zero)
+        for i in np.flatnonzero(mask):
+            anchors = sum((sent[i] + sent[j]) / 2 for j in near[i])
+            x[i] = solve(i, sent[i], p[i] - 2 * now * anchors, 2 * now * len(near[i]))
+        out.append(x.copy())
+    return out
+
+
+def fedavg(x, grad, alpha, steps, awake):
+    x, out = x.copy(), []
+    theta = x.mean(axis=0)
+    for mask in awake:
+        on = np.flatnonzero(mask)
+        theta = np.mean([local_steps(grad, i, theta, alpha, steps, 0) for i in on], axis=0)
+        x[on] = theta
+        out.append(x.copy())
+    return out
+
+
+def scaffold(x, grad, alpha, gamma, steps, awake):
+    x, out, agents = x.copy(), [], len(x)
+    theta, c, ci = x.mean(axis=0), np.zeros(x.shape[1]), np.zeros_like(x)
+    for mask in awake:
+        on = np.flatnonzero(mask)
+        v = {i: local_steps(grad, i, theta, alpha, steps, c - ci[i]) for i in on}
+        new = {i: ci[i] - c + (theta - v[i]) / (steps * alpha) for i in on}
+        change = np.mean([new[i] - ci[i] for i in on], axis=0)
+        theta = theta + gamma * np.mean([v[i] - theta for i in on], axis=0)
+        c = c + len(on) / agents * change
+        for i in on:
+            ci[i], x[i] = new[i], theta
+        out.append(x.copy())
+    return out
+
+
+def fedadmm(x, solve, rho, awake):
+    w, out, agents = x.copy(), [], len(x)
+    theta, a = w.mean(axis=0), np.zeros_like(x)
+    for mask in awake:
+        total = np.zeros(x.shape[1])
+        for i in np.flatnonzero(mask):
+            new = solve(i, w[i], a[i] - rho * theta, rho)
+            dual = a[i] + rho * (new - theta)
+            total += new - w[i] + (dual - a[i]) / rho
+            w[i], a[i] = new, dual
+        theta = theta + total / agents
+        out.append(w.copy())
+    return out

@@ -63,6 +63,7 @@ class Round(NamedTuple):
 
     index: int  # type: ignore[assignment]  # -1 in init, where everyone is awake
     active: Tensor  # (k, 1) bool; nobody awake is legal and changes nothing
+    awake: int  # how many of all agents are awake
     work: Tensor  # (k,) local iterations this round, 0 for sleepers
     degree: Tensor  # (k, 1) in the problem's dtype
     problem: Problem  # the hosted agents' functions

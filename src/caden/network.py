@@ -142,6 +142,7 @@ class Stacked:
         return Round(
             index=index,
             active=awake,
+            awake=int(active.sum()),
             work=(work * active).to(problem.device),
             degree=self._degree,
             problem=problem,

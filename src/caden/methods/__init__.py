@@ -3,11 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from caden.core import Method
+from caden.methods._adapd import adapd
 from caden.methods._admm_edges import admm_edges
 from caden.methods._caden import caden
+from caden.methods._dgd import dgd
+from caden.methods._dinno import dinno
+from caden.methods._druid import dlm, druid
+from caden.methods._exact_diffusion import d2, exact_diffusion, nids
+from caden.methods._extra import extra
+from caden.methods._fedadmm import fedadmm
+from caden.methods._fedavg import fedavg
+from caden.methods._gt import diging, gt
+from caden.methods._kgt import kgt
+from caden.methods._led import led
+from caden.methods._lt_admm import lt_admm
+from caden.methods._proxskip import proxskip
+from caden.methods._radmm import radmm
+from caden.methods._scaffold import scaffold
+from caden.solvers import gd
 
-__all__ = ["METHODS", "admm_edges", "caden"]
 
-METHODS: dict[str, Callable[..., Method]] = {"admm_edges": admm_edges, "caden": caden}
+def caden_gd(mu_z: float | str = "auto", step: float | None = None, **options: Any) -> Method:
+    """CADEN with gradient descent as the local solver; `options` are those of `caden`."""
+    return caden(mu_z, solver=gd(step), **options)._replace(name="caden_gd")
+
+
+__all__ = [
+    "METHODS",
+    "adapd",
+    "admm_edges",
+    "caden",
+    "caden_gd",
+    "d2",
+    "dgd",
+    "diging",
+    "dinno",
+    "dlm",
+    "druid",
+    "exact_diffusion",
+    "extra",
+    "fedadmm",
+    "fedavg",
+    "gt",
+    "kgt",
+    "led",
+    "lt_admm",
+    "nids",
+    "proxskip",
+    "radmm",
+    "scaffold",
+]
+
+METHODS: dict[str, Callable[..., Method]] = {name: globals()[name] for name in __all__ if name != "METHODS"}

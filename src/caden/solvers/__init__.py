@@ -12,10 +12,17 @@ from caden.solvers._adam import adam
 from caden.solvers._exact import exact
 from caden.solvers._gd import gd
 from caden.solvers._lbfgs import lbfgs
+from caden.solvers._newton import newton
 
-__all__ = ["SOLVERS", "adam", "exact", "from_spec", "gd", "lbfgs"]
+__all__ = ["SOLVERS", "adam", "exact", "from_spec", "gd", "lbfgs", "newton"]
 
-SOLVERS: dict[str, Callable[..., LocalSolver]] = {"adam": adam, "exact": exact, "gd": gd, "lbfgs": lbfgs}
+SOLVERS: dict[str, Callable[..., LocalSolver]] = {
+    "adam": adam,
+    "exact": exact,
+    "gd": gd,
+    "lbfgs": lbfgs,
+    "newton": newton,
+}
 
 
 def from_spec(spec: LocalSolver | str | dict[str, Any]) -> LocalSolver:

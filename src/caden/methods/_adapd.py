@@ -1,0 +1,100 @@
+"""ADAPD: Mancino-Ball, Xu and Chen, "A decentralized primal-dual framework for non-convex smooth consensus
+optimization", IEEE TSP 71, 2023.
+
+Each agent keeps a local model x, its part x0 of the global one, and duals y (x = x0) and z (consensus of x0); q = W x0
+from the last exchange:
+
+    x  ~ argmin f_i(v) + y.(v - x0) + |v - x0|^2 / (2 eta)       a few steps from x
+    x0 <- (x + q + eta (y - z)) / 2
+    y  <- y + (x - x0) / eta
+    send x0;  q <- W x0
+    z  <- z + (x0 - q) / eta
+
+variant="og" replaces the first line by one gradient step, x = x0 - eta (grad f_i(old x) + y); variant="mc" mixes with a
+Chebyshev polynomial of W, at as many exchanges a round as its degree. eta belongs to unscaled f_i: the values of the
+authors' code, which divides f_i by m, divided by m. The start is x0 = x with one free exchange for q.
+
+One vector per directed edge and round ("mc": its degree). Sleeping agents: W is doubly stochastic on the awake subgraph
+and sleepers keep all they have; sum z = 0 holds in every round.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from caden import solvers
+from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.errors import CadenError, choose, positive, whole
+from caden.methods._first_order import awake, refresh
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    x0: Tensor  # (k, d)
+    y: Tensor  # (k, d)
+    z: Tensor  # (k, d)
+    q: Tensor  # (k, d)
+    memory: Any
+
+
+def chebyshev(round: Round, x: Tensor, degree: int, rho: float) -> Tensor:
+    """p(W) x with the Chebyshev polynomial of the given degree scaled to p(1) = 1; one broadcast per degree."""
+    old_mu, mu = 1.0, 1 / rho
+    old, new = x, round.broadcast(x).mix()
+    for _ in range(degree - 1):
+        next_mu = 2 / rho * mu - old_mu
+        old, new = new, 2 / rho * mu / next_mu * round.broadcast(new).mix() - old_mu / next_mu * old
+        old_mu, mu = mu, next_mu
+    return new
+
+
+def adapd(
+    eta: float,
+    variant: str | None = None,
+    degree: int = 2,
+    solver: LocalSolver | str | dict[str, Any] = "gd",
+) -> Method:
+    """ADAPD with penalty 1/eta; variant None, "og" (one gradient) or "mc" (`degree` exchanges per round)."""
+    positive("eta", eta), whole("degree", degree, least=1)
+    if variant is not None:
+        choose("variant", variant, ("og", "mc"))
+    local = solvers.from_spec(solver)
+    exchanges = degree if variant == "mc" else 1
+
+    def mix(round: Round, x: Tensor) -> Tensor:
+        if exchanges == 1:
+            return round.broadcast(x).mix()
+        if round.graph.agents > 5000:
+            raise CadenError(f'`variant="mc"` needs the spectrum of W; {round.graph.agents} agents are too many.')
+        return chebyshev(round, x, exchanges, _second(round))
+
+    def init(x: Tensor, round: Round) -> State:
+        zero = x * 0
+        memory = local.init(round.problem, x, round.curvature)
+        return State(x, x, zero, zero, mix(round, x), memory)
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        x0, y, z, memory = state.x0, state.y, state.z, state.memory
+        if variant == "og":
+            x = awake(round, x0 - eta * (memory.gradient + y), state.x)
+            value, gradient = refresh(round, x, memory.value, memory.gradient)
+            memory, info = memory._replace(value=value, gradient=gradient), Info(value, gradient)
+        else:
+            objective = Objective(round.problem, y + (state.x - x0) / eta, 0 * round.degree + 1 / eta)
+            x, memory, info = local.solve(objective, state.x, round.work, memory)
+        new = awake(round, (x + state.q + eta * (y - z)) / 2, x0)
+        y = awake(round, y + (x - new) / eta, y)
+        q = awake(round, mix(round, new), state.q)
+        z = awake(round, z + (new - q) / eta, z)
+        return State(x, new, y, z, q, memory), info
+
+    return Method(init, step, "adapd")
+
+
+def _second(round: Round) -> float:
+    """Second largest modulus of an eigenvalue of the Metropolis matrix of the whole graph."""
+    values = np.abs(np.linalg.eigvalsh(round.graph.metropolis()))
+    return float(np.sort(values)[-2])

@@ -1,0 +1,49 @@
+"""DiNNO: Yu, Vincent and Schwager, "DiNNO: distributed neural network optimization for multi-robot collaborative
+learning", IEEE RA-L 7(2), 2022.
+
+    exchange x;  p <- p + rho sum_j (x_i - x_j)
+    x <- a few Adam steps on  f_i(v) + v.p_i + rho sum_j |v - (x_i + x_j)/2|^2
+    rho grows by a factor each round
+
+The dual moves first, so it is CADEN with mu_z = mu_y = 2 rho one half round later. One vector per directed edge and
+round. Sleeping agents: the dual moves along edges whose ends are both awake, so that sum p = 0 in every round; the
+anchors use the last row that a sleeper sent. Exact on strongly convex problems in the tests; no theory is known to us.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden import solvers
+from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.errors import positive
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    phi: Tensor  # (k, d) the paper's p
+    memory: Any
+
+
+def dinno(rho: float, growth: float = 1.0003, solver: LocalSolver | str | dict[str, Any] = "adam") -> Method:
+    """DiNNO with penalty `rho` times `growth` to the round."""
+    positive("rho", rho), positive("growth", growth)
+    local = solvers.from_spec(solver)
+
+    def init(x: Tensor, round: Round) -> State:
+        round.broadcast(x)  # so that a sleeper's neighbours know something of it
+        return State(x, x * 0, local.init(round.problem, x, round.curvature))
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        now = rho * torch.tensor(growth, dtype=state.x.dtype, device=state.x.device) ** (round.index + 1)
+        heard = round.broadcast(state.x)
+        both_awake = state.x - heard.mix(torch.ones(len(round.edges.first), device=state.x.device))
+        phi = state.phi + now * both_awake
+        objective = Objective(round.problem, phi + now * heard.laplacian(), 2 * now * round.degree)
+        solved = local.solve(objective, state.x, round.work, state.memory)
+        return State(solved.x, phi, solved.memory), solved.info
+
+    return Method(init, step, "dinno")

@@ -1,0 +1,47 @@
+"""FedADMM: Gong, Li and Freris, "FedADMM: a robust federated deep learning framework with adaptivity to system
+heterogeneity", ICDE 2022.
+
+    awake agents get theta;  w_i ~ argmin f_i(w) + a_i.(w - theta) + rho/2 |w - theta|^2   a few steps from w_i
+    a_i <- a_i + rho (w_i - theta)
+    theta <- theta + 1/m sum over the awake of (change of w_i) + (change of a_i) / rho
+
+The server's step is that of exact ADMM, which keeps theta = mean(w_i + a_i/rho); the authors' step 1/|awake| does not.
+A server method: one vector up and one down per awake agent. Exact with sleeping agents.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from caden import solvers
+from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.errors import positive
+from caden.methods._first_order import awake
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d) the paper's w
+    theta: Tensor  # (d,)
+    dual: Tensor  # (k, d)
+    memory: Any
+
+
+def fedadmm(rho: float, solver: LocalSolver | str | dict[str, Any] = "gd") -> Method:
+    """FedADMM with penalty `rho`."""
+    positive("rho", rho)
+    local = solvers.from_spec(solver)
+
+    def init(x: Tensor, round: Round) -> State:
+        return State(x, round.average(x), x * 0, local.init(round.problem, x, round.curvature))
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        objective = Objective(round.problem, state.dual + rho * (state.x - state.theta), 0 * round.degree + rho)
+        solved = local.solve(objective, state.x, round.work, state.memory)
+        dual = awake(round, state.dual + rho * (solved.x - state.theta), state.dual)
+        change = solved.x - state.x + (dual - state.dual) / rho
+        theta = state.theta + round.awake / round.graph.agents * round.average(change)
+        return State(solved.x, theta, dual, solved.memory), solved.info
+
+    return Method(init, step, "fedadmm")

@@ -1,0 +1,39 @@
+"""FedAvg: McMahan, Moore, Ramage, Hampson and y Arcas, "Communication-efficient learning of deep networks from
+decentralized data", AISTATS 2017.
+
+    the server sends theta to the awake agents;  v = theta, `local_steps` gradient steps
+    theta <- mean of the awake agents' v
+
+A server method: one vector up and one down per awake agent. Biased when agents differ and take several local steps,
+whoever is awake.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from caden.core import Info, Method, Round
+from caden.errors import positive
+from caden.methods._first_order import awake, local_descent
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d) what each agent last got from the server
+    theta: Tensor  # (d,)
+
+
+def fedavg(alpha: float) -> Method:
+    """FedAvg with local step `alpha` (biased)."""
+    positive("alpha", alpha)
+
+    def init(x: Tensor, round: Round) -> State:
+        return State(x, round.average(x))
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        x = awake(round, state.theta, state.x)
+        theta = round.average(local_descent(round, x, alpha, x * 0))
+        return State(awake(round, theta, x), theta), Info()
+
+    return Method(init, step, "fedavg")

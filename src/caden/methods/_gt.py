@@ -1,0 +1,62 @@
+"""Gradient tracking: Alghunaim and Yuan, "A unified and refined convergence analysis for non-convex decentralized
+learning", IEEE TSP 70, 2022 (ATC and its relatives); DIGing: Nedic, Olshevsky and Shi, "Achieving geometric convergence
+for distributed optimization over time-varying graphs", SIAM J. Optim. 27(4), 2017.
+
+With W a mixing matrix, G the stacked gradients and D their change; the tracker g starts at G:
+
+    atc       x <- W (x - alpha g)    g <- W (g + D)
+    semi_a    x <- W x - alpha g      g <- W (g + D)
+    semi_b    x <- W (x - alpha g)    g <- W g + D
+    non_atc   x <- W x - alpha g      g <- W g + D       (DIGing)
+
+Two vectors per directed edge and round. Sleeping agents: W is doubly stochastic on the awake subgraph, so that
+sum g = sum grad f holds in every round and the method stays exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from caden.core import Info, Method, Round
+from caden.errors import choose, positive
+from caden.methods._first_order import awake, refresh
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    tracker: Tensor  # (k, d)
+    value: Tensor  # (k,)
+    gradient: Tensor  # (k, d)
+
+
+def gt(alpha: float, form: str = "atc") -> Method:
+    """Gradient tracking with step `alpha`, in the form "atc", "semi_a", "semi_b" or "non_atc"."""
+    positive("alpha", alpha)
+    choose("form", form, ("atc", "semi_a", "semi_b", "non_atc"))
+
+    def init(x: Tensor, round: Round) -> State:
+        value, gradient = round.problem.value_and_grad(x)
+        return State(x, gradient, value, gradient)
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        descent = alpha * state.tracker * round.active
+        if form in ("atc", "semi_b"):
+            x = round.broadcast(state.x - descent).mix()
+        else:
+            x = round.broadcast(state.x).mix() - descent
+        value, gradient = refresh(round, x, state.value, state.gradient)
+        change = gradient - state.gradient
+        if form in ("atc", "semi_a"):
+            tracker = round.broadcast(state.tracker + change).mix()
+        else:
+            tracker = round.broadcast(state.tracker).mix() + change
+        return State(x, awake(round, tracker, state.tracker), value, gradient), Info(value, gradient)
+
+    return Method(init, step, "gt")
+
+
+def diging(alpha: float) -> Method:
+    """DIGing: gradient tracking in its non-ATC form."""
+    return gt(alpha, "non_atc")._replace(name="diging")

@@ -1,0 +1,41 @@
+"""K-GT: Liu, Lin, Koloskova and Stich, "Decentralized gradient tracking with local steps", Optim. Methods Softw., 2024.
+
+    v = x;  K times  v <- v - alpha (grad f(v) + c)
+    z = (x - v) / (K alpha);  c <- c - z + W z;  x <- W (x - gamma K alpha z)
+
+Two vectors per directed edge and round. K is the agent's number of local steps. Sleeping agents: W is doubly stochastic
+on the awake subgraph, sum c = 0 in every round; exact. Unequal numbers of local steps make it biased: give everyone the
+same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from caden.core import Info, Method, Round
+from caden.errors import positive
+from caden.methods._first_order import local_descent
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    c: Tensor  # (k, d)
+
+
+def kgt(alpha: float, gamma: float = 1.0) -> Method:
+    """K-GT with local step `alpha` and `gamma` times the local progress taken over."""
+    positive("alpha", alpha), positive("gamma", gamma)
+
+    def init(x: Tensor, round: Round) -> State:
+        return State(x, x * 0)
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        moved = state.x - local_descent(round, state.x, alpha, state.c)
+        z = moved / (round.work.clamp(min=1).unsqueeze(1).to(moved) * alpha)
+        c = state.c - z + round.broadcast(z).mix()
+        x = round.broadcast(state.x - gamma * moved).mix()
+        return State(x, c), Info()
+
+    return Method(init, step, "kgt")

@@ -1,0 +1,47 @@
+"""LT-ADMM: Ren, Bastianello, Johansson and Parisini, "Jointly computation- and communication-efficient distributed
+learning", 2024 (local training in relaxed ADMM).
+
+    v = x_i;  `local_steps` times  v <- v - gamma grad f_i(v) - beta (rho d_i x_i - sum_j z_ij)
+    x_i <- v;  send z_ij - 2 rho x_i to j
+    z_ij <- (1 - alpha) z_ij - alpha (what came from j)     where something came
+
+One vector per directed edge and round, a different one for each neighbour. Sleeping agents and lost messages leave arcs
+as they are; exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden.core import Info, Method, Round
+from caden.errors import CadenError, number, positive
+from caden.methods._first_order import local_descent
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    z: Tensor  # (2e, d) arcs
+
+
+def lt_admm(gamma: float, beta: float, rho: float = 1.0, alpha: float = 0.5) -> Method:
+    """LT-ADMM with local step `gamma`, `beta` for the dual part (beta rho d_max local_steps must stay small)."""
+    positive("gamma", gamma), positive("beta", beta), positive("rho", rho)
+    if not 0 < number("alpha", alpha) < 1:
+        raise CadenError(f"`alpha` must lie in (0, 1), got {alpha}.")
+
+    def init(x: Tensor, round: Round) -> State:
+        first, second = round.broadcast(x).ends()
+        z = rho / 2 * (first + second)
+        return State(x, torch.cat([z, z]))
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        owner = round.edges.owner()
+        pull = round.edges.arc_sum(rho * state.x[owner] - state.z)
+        x = local_descent(round, state.x, gamma, beta / gamma * pull)
+        received, arrived = round.exchange(state.z - 2 * rho * x[owner])
+        return State(x, torch.where(arrived, (1 - alpha) * state.z - alpha * received, state.z)), Info()
+
+    return Method(init, step, "lt_admm")

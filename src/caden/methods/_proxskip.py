@@ -1,0 +1,50 @@
+"""Decentralised ProxSkip: Mishchenko, Malinovsky, Stich and Richtarik, "ProxSkip: yes! Local gradient steps provably
+lead to communication acceleration! Finally!", ICML 2022, in its decentralised form.
+
+    z = x - alpha grad f(x) - y
+    with probability p (one coin for all):  send z;  x <- z - (z - W z) / (2 chi);  y <- y + p (z - x)
+    else:                                   x <- z
+
+One vector per directed edge with probability p, else none; one gradient a round. Sleeping agents: W is doubly
+stochastic on the awake subgraph, sum y = 0 in every round; exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from caden.core import Info, Method, Round
+from caden.errors import CadenError, number, positive
+from caden.methods._first_order import awake, refresh
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    y: Tensor  # (k, d)
+    value: Tensor  # (k,)
+    gradient: Tensor  # (k, d)
+
+
+def proxskip(alpha: float, p: float = 0.3, chi: float = 1.0) -> Method:
+    """Decentralised ProxSkip with step `alpha`, communicating with probability `p`; `chi` >= 1 damps the mixing."""
+    positive("alpha", alpha)
+    if not 0 < number("p", p) <= 1:
+        raise CadenError(f"`p` must lie in (0, 1], got {p}.")
+    if number("chi", chi) < 1:
+        raise CadenError(f"`chi` must be at least 1, got {chi}.")
+
+    def init(x: Tensor, round: Round) -> State:
+        return State(x, x * 0, *round.problem.value_and_grad(x))
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        x = z = awake(round, state.x - alpha * state.gradient - state.y, state.x)
+        y = state.y
+        if round.uniform("proxskip") < p:
+            x = z - (z - round.broadcast(z).mix()) / (2 * chi)
+            y = y + p * (z - x)
+        value, gradient = refresh(round, x, state.value, state.gradient)
+        return State(x, y, value, gradient), Info(value, gradient)
+
+    return Method(init, step, "proxskip")

@@ -1,0 +1,52 @@
+"""Relaxed ADMM with a variable per arc: Bastianello, Carli, Schenato and Todescato, "Asynchronous distributed
+optimization over lossy networks via relaxed ADMM", IEEE TAC 66(6), 2021.
+
+z_ij lives at agent i. An awake agent
+
+    x_i  = argmin f_i(v) + rho d_i/2 |v|^2 - (sum_j z_ij).v
+    sends q_ij = 2 rho x_i - z_ij to neighbour j
+    z_ji <- (1 - alpha) z_ji + alpha q_ij     at j, if the message arrives
+
+One vector per directed edge and round, a different one for each neighbour. Exact for convex f under random activation
+and random loss of messages; alpha = 1/2 is plain ADMM and, started at z = rho (x_i + x_j)/2, CADEN with mu_y = mu_z.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden import solvers
+from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.errors import CadenError, number, positive
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    z: Tensor  # (2e, d) arcs
+    memory: Any
+
+
+def radmm(rho: float, alpha: float = 0.5, solver: LocalSolver | str | dict[str, Any] = "lbfgs") -> Method:
+    """Relaxed ADMM with penalty `rho` and relaxation `alpha` in (0, 1)."""
+    positive("rho", rho)
+    if not 0 < number("alpha", alpha) < 1:
+        raise CadenError(f"`alpha` must lie in (0, 1), got {alpha}.")
+    local = solvers.from_spec(solver)
+
+    def init(x: Tensor, round: Round) -> State:
+        first, second = round.broadcast(x).ends()
+        z = rho / 2 * (first + second)
+        return State(x, torch.cat([z, z]), local.init(round.problem, x, round.curvature))
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        edges, owner = round.edges, round.edges.owner()
+        slope = edges.arc_sum(rho * state.x[owner] - state.z)
+        solved = local.solve(Objective(round.problem, slope, rho * round.degree), state.x, round.work, state.memory)
+        received, arrived = round.exchange(2 * rho * solved.x[owner] - state.z)
+        z = torch.where(arrived, (1 - alpha) * state.z + alpha * received, state.z)
+        return State(solved.x, z, solved.memory), solved.info
+
+    return Method(init, step, "radmm")

@@ -1,0 +1,46 @@
+"""SCAFFOLD: Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: stochastic controlled averaging for federated
+learning", ICML 2020 (option II).
+
+    awake agents get theta and c;  v = theta, K times  v <- v - alpha (grad f_i(v) - c_i + c)
+    c_i' = c_i - c + (theta - v) / (K alpha)
+    theta <- theta + gamma mean(v - theta);  c <- c + |awake|/m mean(c_i' - c_i)
+
+A server method: two vectors up and two down per awake agent. Exact with sleeping agents.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from caden.core import Info, Method, Round
+from caden.errors import positive
+from caden.methods._first_order import awake, local_descent
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    theta: Tensor  # (d,)
+    control: Tensor  # (k, d)
+    server_control: Tensor  # (d,)
+
+
+def scaffold(alpha: float, gamma: float = 1.0) -> Method:
+    """SCAFFOLD with local step `alpha` and server step `gamma`."""
+    positive("alpha", alpha), positive("gamma", gamma)
+
+    def init(x: Tensor, round: Round) -> State:
+        theta = round.average(x)
+        return State(x, theta, x * 0, theta * 0)
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        x, c = awake(round, state.theta, state.x), state.server_control
+        v = local_descent(round, x, alpha, c - state.control)
+        work = round.work.clamp(min=1).unsqueeze(1).to(v)
+        control = awake(round, state.control - c + (x - v) / (work * alpha), state.control)
+        theta = state.theta + gamma * round.average(v - x)
+        c = c + round.awake / round.graph.agents * round.average(control - state.control)
+        return State(awake(round, theta, x), theta, control, c), Info()
+
+    return Method(init, step, "scaffold")

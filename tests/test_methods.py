@@ -1,0 +1,316 @@
+"""Every method against its textbook loop, at full and at half participation; invariants; limits; identities."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import caden
+import oracles
+from caden import methods
+from caden.solvers import exact, gd
+from conftest import masks, scheduled
+
+ROUNDS, STEPS = 30, 3
+FORMS = ("atc", "semi_a", "semi_b", "non_atc")
+
+
+@pytest.fixture(scope="module")
+def setting():
+    problem = caden.problems.quadratic(agents=12, dim=4, seed=2)
+    graph = caden.graphs.erdos_renyi(12, edges=20, seed=3)
+    x0 = np.random.default_rng(7).normal(size=(12, 4))
+    return problem, graph, x0, [tuple(e) for e in graph.edges.tolist()]
+
+
+def iterates(method, setting, awake, x0=None):
+    problem, graph, start, _ = setting
+    seen = []
+    caden.simulate(
+        method,
+        problem,
+        graph,
+        rounds=len(awake),
+        x0=torch.tensor(start if x0 is None else x0),
+        local_steps=STEPS,
+        participation=1.0 if all(m.all() for m in awake) else scheduled(awake),
+        callbacks=[lambda row, state: seen.append(state.x.numpy().copy())],
+    )
+    return seen
+
+
+def chebyshev_matrix(edges, degree):
+    """p(W) by numpy's Chebyshev series: T_n(W / rho) / T_n(1 / rho), with the rho of the whole graph."""
+    full = oracles.metropolis(edges, np.ones(12, bool))
+    rho = np.sort(np.abs(np.linalg.eigvalsh(full)))[-2]
+    series = np.polynomial.chebyshev.Chebyshev.basis(degree)
+
+    def mix(mask, v):
+        values, vectors = np.linalg.eigh(oracles.metropolis(edges, mask))
+        return vectors @ np.diag(series(values / rho) / series(1 / rho)) @ vectors.T @ v
+
+    return mix
+
+
+def cases(problem, edges):
+    """name -> (method, oracle as a function of (x0, masks))."""
+    A, b = problem.hessian.numpy(), problem.linear.numpy()
+    grad, solve, inner = oracles.gradient(A, b), oracles.exact_solver(A, b), oracles.gd_solver(A, b, STEPS, 0.2)
+    one = oracles.gradient(A, b)
+
+    def linearised(eps):
+        return lambda i, v, linear, quadratic: v - (one(i, v) + linear + quadratic * v) / (quadratic + eps)
+
+    def newton_step(eps):
+        def step(i, v, linear, quadratic):
+            return v - np.linalg.solve(A[i] + (quadratic + eps) * np.eye(4), one(i, v) + linear + quadratic * v)
+
+        return step
+
+    found = {
+        f"gt {form}": (methods.gt(0.2, form), lambda x, m, f=form: oracles.gradient_tracking(x, edges, grad, 0.2, f, m))
+        for form in FORMS
+    }
+    half = oracles.caden_half_steps
+    found |= {
+        "diging": (methods.diging(0.2), lambda x, m: oracles.gradient_tracking(x, edges, grad, 0.2, "non_atc", m)),
+        "adapd exact": (methods.adapd(2.0, solver=exact()), lambda x, m: oracles.adapd(x, edges, solve, grad, 2.0, m)),
+        "adapd gd": (
+            methods.adapd(2.0, solver=gd(step=0.2)),
+            lambda x, m: oracles.adapd(x, edges, inner, grad, 2.0, m),
+        ),
+        "adapd og": (methods.adapd(0.5, "og"), lambda x, m: oracles.adapd(x, edges, solve, grad, 0.5, m, "og")),
+        "adapd mc": (
+            methods.adapd(2.0, "mc", degree=3, solver=exact()),
+            lambda x, m: oracles.adapd(x, edges, solve, grad, 2.0, m, mix=chebyshev_matrix(edges, 3)),
+        ),
+        "dgd": (methods.dgd(0.1), lambda x, m: oracles.dgd(x, edges, grad, 0.1, m)),
+        "exact_diffusion": (
+            methods.exact_diffusion(0.3),
+            lambda x, m: oracles.exact_diffusion(x, edges, grad, 0.3, m, True),
+        ),
+        "nids": (methods.nids(0.3), lambda x, m: oracles.exact_diffusion(x, edges, grad, 0.3, m, False)),
+        "d2": (methods.d2(0.3), lambda x, m: oracles.exact_diffusion(x, edges, grad, 0.3, m, False)),
+        "extra": (methods.extra(0.3), lambda x, m: oracles.extra(x, edges, grad, 0.3, m)),
+        "radmm": (
+            methods.radmm(0.3, 0.7, solver=exact()),
+            lambda x, m: oracles.relaxed_admm(x, edges, solve, 0.3, 0.7, m),
+        ),
+        "led": (methods.led(0.2, 0.3), lambda x, m: oracles.led(x, edges, grad, 0.2, 0.3, STEPS, m)),
+        "kgt": (methods.kgt(0.1, 0.7), lambda x, m: oracles.kgt(x, edges, grad, 0.1, 0.7, STEPS, m)),
+        "lt_admm": (
+            methods.lt_admm(0.1, 0.05, 0.8, 0.5),
+            lambda x, m: oracles.lt_admm(x, edges, grad, 0.1, 0.05, 0.8, 0.5, STEPS, m),
+        ),
+        "dinno": (
+            methods.dinno(0.2, 1.01, solver=gd(step=0.2)),
+            lambda x, m: oracles.dinno(x, edges, inner, 0.2, 1.01, m),
+        ),
+        "fedavg": (methods.fedavg(0.2), lambda x, m: oracles.fedavg(x, grad, 0.2, STEPS, m)),
+        "scaffold": (methods.scaffold(0.2, 0.9), lambda x, m: oracles.scaffold(x, grad, 0.2, 0.9, STEPS, m)),
+        "fedadmm": (methods.fedadmm(0.5, solver=exact()), lambda x, m: oracles.fedadmm(x, solve, 0.5, m)),
+        "caden_gd": (
+            methods.caden_gd(0.3, step=0.2),
+            lambda x, m: [v for v, _ in half(x, edges, inner, 0.3, 0.3, 0.5, m)],
+        ),
+        "dlm": (methods.dlm(0.2, 1.0), lambda x, m: [v for v, _ in half(x, edges, linearised(1.0), 0.4, 0.4, 0.5, m)]),
+        "druid gd": (
+            methods.druid(0.4, "gd", eps=1.0),
+            lambda x, m: [v for v, _ in half(x, edges, linearised(1.0), 0.4, 0.4, 0.5, m)],
+        ),
+        "druid newton": (
+            methods.druid(0.4, "newton", eps=0.5),
+            lambda x, m: [v for v, _ in half(x, edges, newton_step(0.5), 0.4, 0.4, 0.5, m)],
+        ),
+    }
+    return found
+
+
+NAMES = list(cases(caden.problems.quadratic(12, 4, seed=2), []))
+
+
+@pytest.mark.parametrize("p", [1.0, 0.5])
+@pytest.mark.parametrize("name", NAMES)
+def test_method_equals_its_textbook_loop(setting, name, p):
+    problem, _, x0, edges = setting
+    method, oracle = cases(problem, edges)[name]
+    awake = [m if m.any() else np.arange(12) == 0 for m in masks(12, ROUNDS, p, seed=1)]
+    found, expected = iterates(method, setting, awake), oracle(x0, awake)
+    for x, x_ref in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, x_ref, atol=1e-10, rtol=0)
+
+
+VECTORS = {"gt": 2, "diging": 2, "kgt": 2, "scaffold": None, "fedavg": None, "fedadmm": None}
+
+
+def test_vectors_per_directed_edge_are_counted_by_the_network(setting):
+    problem, graph, _, edges = setting
+    arcs = 2 * len(graph.edges)
+    for name, (method, _) in cases(problem, edges).items():
+        result = caden.simulate(method, problem, graph, rounds=4, local_steps=STEPS)
+        sent = result.history.communications.iloc[-1] / 4
+        if name == "adapd mc":
+            assert sent == 3 * arcs
+        elif name in ("fedavg", "fedadmm"):
+            assert sent == 2 * 12
+        elif name == "scaffold":
+            assert sent == 4 * 12
+        elif name in ("d2", "nids"):
+            assert sent == 0.75 * arcs  # the first of the four rounds does not mix
+        else:
+            assert sent == VECTORS.get(name.split()[0], 1) * arcs, name
+
+
+EXACT = {
+    "gt": lambda: methods.gt(0.3),
+    "diging": lambda: methods.diging(0.2),
+    "adapd": lambda: methods.adapd(2.0, solver=exact()),
+    "adapd og": lambda: methods.adapd(0.5, "og"),
+    "exact_diffusion": lambda: methods.exact_diffusion(0.5),
+    "nids": lambda: methods.nids(0.5),
+    "extra": lambda: methods.extra(0.5),
+    "radmm": lambda: methods.radmm(0.4, 0.7, solver=exact()),
+    "led": lambda: methods.led(0.3, 0.3),
+    "kgt": lambda: methods.kgt(0.1),
+    "lt_admm": lambda: methods.lt_admm(0.2, 0.1, 0.4),
+    "dinno": lambda: methods.dinno(0.2, 1.0, solver=exact()),
+    "scaffold": lambda: methods.scaffold(0.3),
+    "fedadmm": lambda: methods.fedadmm(0.3, solver=exact()),
+    "caden_gd": lambda: methods.caden_gd(0.4),
+    "dlm": lambda: methods.dlm(0.2, 1.0),
+    "druid newton": lambda: methods.druid(0.4, "newton", eps=0.2),
+    "druid lbfgs": lambda: methods.druid(0.4, "lbfgs", eps=0.2),
+    "proxskip": lambda: methods.proxskip(0.5, 0.5),
+}
+
+
+def error(method, setting, participation, rounds):
+    problem, graph, _, _ = setting
+    result = caden.simulate(
+        method, problem, graph, rounds, participation=participation, local_steps=STEPS, record_every=rounds
+    )
+    return float((result.x - problem.solution).norm(dim=1).max() / problem.solution.norm())
+
+
+@pytest.mark.parametrize(("participation", "rounds"), [(1.0, 700), (0.5, 1600)])
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_methods_reach_the_minimiser(setting, name, participation, rounds):
+    assert error(EXACT[name](), setting, participation, rounds) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["dgd", "fedavg"])
+def test_biased_methods_do_not(setting, name):
+    method = methods.dgd(0.1) if name == "dgd" else methods.fedavg(0.2)
+    assert 1e-3 < error(method, setting, 1.0, 1500) < 0.5
+
+
+def test_invariants_of_sleeping_agents(setting):
+    """sum g = sum grad f for the trackers; sums of duals stay zero."""
+    problem, graph, x0, _ = setting
+
+    def watch(method, check):
+        caden.simulate(
+            method, problem, graph, 40, participation=0.4, x0=torch.tensor(x0), callbacks=[lambda row, s: check(s)]
+        )
+
+    def tracking(state):
+        torch.testing.assert_close(state.tracker.sum(0), problem.value_and_grad(state.x)[1].sum(0))
+
+    def zero(name):
+        return lambda state: torch.testing.assert_close(
+            getattr(state, name).sum(0), torch.zeros(4, dtype=torch.float64), atol=1e-10, rtol=0
+        )
+
+    for form in FORMS:
+        watch(methods.gt(0.2, form), tracking)
+    for method, name in (
+        (methods.adapd(2.0), "z"),
+        (methods.exact_diffusion(0.3), "q"),
+        (methods.extra(0.3), "q"),
+        (methods.led(0.2), "y"),
+        (methods.kgt(0.1), "c"),
+        (methods.proxskip(0.3), "y"),
+        (methods.dinno(0.2, solver="gd"), "phi"),
+        (methods.dlm(0.2, 1.0), "phi"),
+    ):
+        watch(method, zero(name))
+
+
+def test_caden_gd_is_dinno_with_gradient_descent(setting):
+    """From a common start, with mu_z = mu_y = 2 rho and no growth."""
+    common = np.tile(np.random.default_rng(0).normal(size=4), (12, 1))
+    awake = masks(12, ROUNDS, 1.0)
+    ours = iterates(methods.caden_gd(0.4, step=0.2), setting, awake, common)
+    theirs = iterates(methods.dinno(0.2, 1.0, solver=gd(step=0.2)), setting, awake, common)
+    np.testing.assert_allclose(ours, theirs, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("p", [1.0, 0.4])
+@pytest.mark.parametrize("alpha", [0.5, 0.8])
+def test_radmm_is_relaxed_caden(setting, alpha, p):
+    awake = masks(12, ROUNDS, p, seed=5)
+    ours = iterates(methods.caden(0.3, relax=alpha, solver=exact()), setting, awake)
+    theirs = iterates(methods.radmm(0.3, alpha, solver=exact()), setting, awake)
+    np.testing.assert_allclose(ours, theirs, atol=1e-11, rtol=0)
+
+
+SUDA = {  # form -> (A, B^2, C) as polynomials of W
+    "atc": (lambda W, E: W @ W, lambda W, E: (E - W) @ (E - W), lambda W, E: E),
+    "semi_a": (lambda W, E: W, lambda W, E: (E - W) @ (E - W), lambda W, E: W),
+    "semi_b": (lambda W, E: W, lambda W, E: (E - W) @ (E - W), lambda W, E: W),
+    "non_atc": (lambda W, E: E, lambda W, E: (E - W) @ (E - W), lambda W, E: W @ W),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradient_tracking_satisfies_its_suda_recursion(setting, form):
+    """x'' = (I - B^2 + A C) x' - A C x - alpha A (G' - G)."""
+    problem, _, _, edges = setting
+    W, E = oracles.metropolis(edges, np.ones(12, bool)), np.eye(12)
+    A, B2, C = (f(W, E) for f in SUDA[form])
+    x = iterates(methods.gt(0.2, form), setting, masks(12, ROUNDS, 1.0))
+    grad = oracles.gradient(problem.hessian.numpy(), problem.linear.numpy())
+    G = [oracles.stacked(grad, v) for v in x]
+    for k in range(ROUNDS - 2):
+        expected = (E - B2 + A @ C) @ x[k + 1] - A @ C @ x[k] - 0.2 * A @ (G[k + 1] - G[k])
+        np.testing.assert_allclose(x[k + 2], expected, atol=1e-11, rtol=0)
+
+
+def test_adapd_scales_with_the_objective(setting):
+    """f / m with eta m and step m is the same run: eta here belongs to unscaled f_i."""
+    problem, graph, x0, edges = setting
+    small = caden.problems.quadratics(problem.hessian / 12, problem.linear / 12)
+    awake = masks(12, ROUNDS, 1.0)
+    ours = iterates(methods.adapd(0.5, solver=gd(step=0.1)), setting, awake)
+    theirs = iterates(methods.adapd(0.5 * 12, solver=gd(step=0.1 * 12)), (small, graph, x0, edges), awake)
+    np.testing.assert_allclose(ours, theirs, atol=1e-10, rtol=0)
+
+
+def test_led_with_one_step_is_exact_diffusion(setting):
+    problem, graph, x0, _ = setting
+    runs = [
+        caden.simulate(method, problem, graph, ROUNDS, x0=torch.tensor(x0), local_steps=1, participation=0.6).x
+        for method in (methods.led(0.3, 1.0), methods.exact_diffusion(0.3))
+    ]
+    torch.testing.assert_close(runs[0], runs[1], atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: methods.gt(0), "`alpha` must be a positive"),
+        (lambda: methods.gt(0.1, "act"), "did you mean 'atc'"),
+        (lambda: methods.adapd(-1), "`eta`"),
+        (lambda: methods.adapd(1.0, "og2"), "did you mean 'og'"),
+        (lambda: methods.radmm(1.0, 1.0), r"`alpha` must lie in \(0, 1\)"),
+        (lambda: methods.proxskip(0.1, 0.0), "`p`"),
+        (lambda: methods.proxskip(0.1, chi=0.5), "`chi`"),
+        (lambda: methods.druid(1.0, "newtn"), "did you mean 'newton'"),
+        (lambda: methods.lt_admm(0.1, 0.1, alpha=2), "`alpha`"),
+        (lambda: methods.led("fast"), "`alpha`"),
+    ],
+)
+def test_bad_parameters(make, message):
+    with pytest.raises(caden.CadenError, match=message):
+        make()
