@@ -316,3 +316,34 @@ def fedadmm(x, solve, rho, awake):
         theta = theta + total / agents
         out.append(w.copy())
     return out
+
+
+def splitting(x, edges, A, b, awake, alpha, order, eps=None):
+    """ESOM-K (eps given) or Network Newton NN-K (eps None), with dense matrices."""
+    agents, d = x.shape
+    grad = gradient(A, b)
+    everyone = np.ones(agents, bool)
+    x, q, out = x.copy(), np.zeros_like(x), []
+    apart = x - metropolis(edges, everyone) @ x
+    for mask in awake:
+        W, on = metropolis(edges, mask), mask[:, None]
+        own = np.diag(W)[:, None]
+        G = stacked(grad, x)
+        if eps is None:
+            g, scale, coupling, diagonal = x - W @ x + alpha * G, alpha, 1.0, 2 * (1 - own)
+        else:
+            g, scale, coupling, diagonal = G + q + alpha * apart, 1.0, alpha, eps + 2 * alpha * (1 - own)
+        D = [scale * A[i] + diagonal[i] * np.eye(d) for i in range(agents)]
+
+        def solve(right, D=D, on=on):
+            return np.where(on, np.array([np.linalg.solve(D[i], right[i]) for i in range(agents)]), 0)
+
+        p = solve(-g)
+        for _ in range(order):
+            p = solve(coupling * (p - 2 * own * p + W @ p) - g)
+        x = x + p
+        apart = np.where(on, x - W @ x, apart)
+        if eps is not None:
+            q = np.where(on, q + alpha * apart, q)
+        out.append(x.copy())
+    return out

@@ -119,6 +119,9 @@ def cases(problem, edges):
             methods.druid(0.4, "gd", eps=1.0),
             lambda x, m: [v for v, _ in half(x, edges, linearised(1.0), 0.4, 0.4, 0.5, m)],
         ),
+        "esom": (methods.esom(0.5, 0, 0.4), lambda x, m: oracles.splitting(x, edges, A, b, m, 0.5, 0, 0.4)),
+        "esom 2": (methods.esom(0.5, 2, 0.4), lambda x, m: oracles.splitting(x, edges, A, b, m, 0.5, 2, 0.4)),
+        "network_newton": (methods.network_newton(0.2, 1), lambda x, m: oracles.splitting(x, edges, A, b, m, 0.2, 1)),
         "druid newton": (
             methods.druid(0.4, "newton", eps=0.5),
             lambda x, m: [v for v, _ in half(x, edges, newton_step(0.5), 0.4, 0.4, 0.5, m)],
@@ -150,8 +153,10 @@ def test_vectors_per_directed_edge_are_counted_by_the_network(setting):
     for name, (method, _) in cases(problem, edges).items():
         result = caden.simulate(method, problem, graph, rounds=4, local_steps=STEPS)
         sent = result.history.communications.iloc[-1] / 4
-        if name == "adapd mc":
+        if name in ("adapd mc", "esom 2"):
             assert sent == 3 * arcs
+        elif name == "network_newton":
+            assert sent == 2 * arcs
         elif name in ("fedavg", "fedadmm"):
             assert sent == 2 * 12
         elif name == "scaffold":
@@ -182,6 +187,8 @@ EXACT = {
     "druid newton": lambda: methods.druid(0.4, "newton", eps=0.2),
     "druid lbfgs": lambda: methods.druid(0.4, "lbfgs", eps=0.2),
     "proxskip": lambda: methods.proxskip(0.5, 0.5),
+    "esom": lambda: methods.esom(1.0, 0, 0.5),
+    "esom 1": lambda: methods.esom(1.0, 1, 0.5),
 }
 
 
@@ -199,9 +206,11 @@ def test_exact_methods_reach_the_minimiser(setting, name, participation, rounds)
     assert error(EXACT[name](), setting, participation, rounds) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["dgd", "fedavg"])
+@pytest.mark.parametrize("name", ["dgd", "fedavg", "network_newton"])
 def test_biased_methods_do_not(setting, name):
-    method = methods.dgd(0.1) if name == "dgd" else methods.fedavg(0.2)
+    kinds = {"dgd": methods.dgd(0.1), "fedavg": methods.fedavg(0.2), "network_newton": methods.network_newton(0.1)}
+    assert 1e-3 < error(kinds[name], setting, 1.0, 1500) < 0.5
+    ]
     assert 1e-3 < error(method, setting, 1.0, 1500) < 0.5
 
 

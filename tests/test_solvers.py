@@ -6,7 +6,7 @@ import torch
 import caden
 from caden.core import Objective
 from caden.run import Counted
-from caden.solvers import adam, exact, from_spec, gd
+from caden.solvers import adam, exact, from_spec, gd, newton
 
 F64 = torch.float64
 
@@ -68,7 +68,18 @@ def test_adam_is_torchs_adam(subproblem):
     torch.testing.assert_close(solved.x, v.detach())
 
 
-@pytest.mark.parametrize("solver", [gd(step=0.1), adam()], ids=lambda s: s.name)
+def test_newton_solves_quadratics_in_a_step_and_logistic_regression_in_a_few(subproblem):
+    problem, x, slope, rho = subproblem
+    solved = solve(problem, newton(), x, [1] * 20, rho, slope)
+    torch.testing.assert_close(solved.x, solve(problem, exact(), x, [1] * 20, rho, slope).x, atol=1e-8, rtol=0)
+    curved = caden.problems.logistic(agents=3, dim=4, alpha=0.0, l2=0.05)
+    start = torch.zeros(3, 4, dtype=F64)
+    solved = solve(curved, newton(), start, [8] * 3, torch.full((3, 1), 0.1, dtype=F64), start)
+    gradient = curved.value_and_grad(solved.x)[1] + 0.1 * solved.x
+    assert gradient.abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("solver", [gd(step=0.1), adam(), newton(eps=1.0)], ids=lambda s: s.name)
 def test_budgets_and_counting(subproblem, solver):
     problem, x, slope, rho = subproblem
     counted = Counted(problem)

@@ -12,6 +12,7 @@ from caden.methods._caden import caden
 from caden.methods._dgd import dgd
 from caden.methods._dinno import dinno
 from caden.methods._druid import dlm, druid
+from caden.methods._esom import esom, network_newton
 from caden.methods._exact_diffusion import d2, exact_diffusion, nids
 from caden.methods._extra import extra
 from caden.methods._fedadmm import fedadmm
@@ -43,6 +44,7 @@ __all__ = [
     "dinno",
     "dlm",
     "druid",
+    "esom",
     "exact_diffusion",
     "extra",
     "fedadmm",
@@ -51,6 +53,7 @@ __all__ = [
     "kgt",
     "led",
     "lt_admm",
+    "network_newton",
     "nids",
     "proxskip",
     "radmm",

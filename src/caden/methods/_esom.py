@@ -1,0 +1,101 @@
+"""ESOM-K: Mokhtari, Shi, Ling and Ribeiro, "A decentralized second-order method with exact linear convergence rate for
+consensus optimization", IEEE TSIPN 2(4), 2016; Network Newton NN-K: Mokhtari, Ling and Ribeiro, "Network Newton
+distributed optimization methods", IEEE TSP 65(1), 2017. Both split a Hessian into a block diagonal D and the rest B of
+the graph, and expand the inverse in K exchanges:
+
+    d^0 = -D^-1 g,   d^(k+1) = D^-1 (B d^k - g),   x <- x + step d^K
+
+ESOM:  g = grad f(x) + q + a (x - W x),  D = hess f + (eps + 2 a (1 - w_ii)) I,  B = a (I - 2 diag(W) + W),
+       q <- q + a (x - W x) at the new x, starting at 0.
+NN:    g = x - W x + a grad f(x),  D = a hess f + 2 (1 - w_ii) I,  B = I - 2 diag(W) + W: the gradient and Hessian of
+       the penalty |x|^2_(I - W)/2 + a f(x), whose minimiser is near that of f, not at it: biased.
+
+D^-1 by conjugate gradients on Hessian-vector products. 1 + K vectors per directed edge and round (the x that ESOM sends
+for its dual is the one it needs next). Sleeping agents: W is doubly stochastic on the awake subgraph; ESOM stays exact
+in the tests.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden.core import Info, Method, Round
+from caden.errors import positive, whole
+from caden.methods._first_order import awake, refresh
+from caden.solvers._newton import conjugate_gradients
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    apart: Tensor  # (k, d) x - W x from the last exchange
+    q: Tensor  # (k, d)
+    value: Tensor  # (k,)
+    gradient: Tensor  # (k, d)
+
+
+def _own_weight(round: Round, like: Tensor) -> Tensor:
+    """(k, 1) diagonal of W: what remains of a row's weight after its awake neighbours, known from the degrees."""
+    edges = round.edges
+    both = (edges.awake_first & edges.awake_second).to(like)
+    degree = edges.sum(both)
+    return 1 - edges.sum(both / (1 + torch.maximum(degree[edges.first], degree[edges.second])))
+
+
+def _direction(
+    round: Round, x: Tensor, g: Tensor, curvature: float, diagonal: Tensor, coupling: float, order: int
+) -> Tensor:
+    """The K-term expansion, for D = curvature hess f + diagonal and B = coupling (I - 2 diag(W) + W)."""
+    own = _own_weight(round, x)
+
+    def solve(right: Tensor) -> Tensor:
+        return conjugate_gradients(round.problem, x, diagonal / curvature, right / curvature) * round.active
+
+    d = solve(-g)
+    for _ in range(order):
+        d = solve(coupling * (d - 2 * own * d + round.broadcast(d).mix()) - g)
+    return d
+
+
+def esom(alpha: float, order: int = 0, eps: float = 1.0) -> Method:
+    """ESOM-`order` with penalty `alpha` and proximal weight `eps`."""
+    positive("alpha", alpha), positive("eps", eps), whole("order", order)
+
+    def init(x: Tensor, round: Round) -> State:
+        return State(x, x - round.broadcast(x).mix(), x * 0, *round.problem.value_and_grad(x))
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        g = state.gradient + state.q + alpha * state.apart
+        diagonal = eps + 2 * alpha * (1 - _own_weight(round, state.x))
+        x = state.x + _direction(round, state.x, g, 1.0, diagonal, alpha, order)
+        apart = awake(round, x - round.broadcast(x).mix(), state.apart)
+        value, gradient = refresh(round, x, state.value, state.gradient)
+        q = awake(round, state.q + alpha * apart, state.q)
+        return State(x, apart, q, value, gradient), Info(value, gradient)
+
+    return Method(init, step, "esom")
+
+
+class NewtonState(NamedTuple):
+    x: Tensor  # (k, d)
+    value: Tensor  # (k,)
+    gradient: Tensor  # (k, d)
+
+
+def network_newton(alpha: float, order: int = 1, step_size: float = 1.0) -> Method:
+    """Network Newton NN-`order` with penalty parameter `alpha` (biased; the smaller, the less and the slower)."""
+    positive("alpha", alpha), positive("step_size", step_size), whole("order", order)
+
+    def init(x: Tensor, round: Round) -> NewtonState:
+        return NewtonState(x, *round.problem.value_and_grad(x))
+
+    def step(state: NewtonState, round: Round) -> tuple[NewtonState, Info]:
+        g = state.x - round.broadcast(state.x).mix() + alpha * state.gradient
+        diagonal = 2 * (1 - _own_weight(round, state.x))
+        x = state.x + step_size * _direction(round, state.x, g, alpha, diagonal, 1.0, order)
+        value, gradient = refresh(round, x, state.value, state.gradient)
+        return NewtonState(x, value, gradient), Info(value, gradient)
+
+    return Method(init, step, "network_newton")
