@@ -210,8 +210,6 @@ def test_exact_methods_reach_the_minimiser(setting, name, participation, rounds)
 def test_biased_methods_do_not(setting, name):
     kinds = {"dgd": methods.dgd(0.1), "fedavg": methods.fedavg(0.2), "network_newton": methods.network_newton(0.1)}
     assert 1e-3 < error(kinds[name], setting, 1.0, 1500) < 0.5
-    ]
-    assert 1e-3 < error(method, setting, 1.0, 1500) < 0.5
 
 
 def test_invariants_of_sleeping_agents(setting):
