@@ -233,6 +233,56 @@ def test_divergence_is_exit_code_1_with_the_history_kept(call, tmp_path):
     assert len((tmp_path / "here/metrics.csv").read_text().splitlines()) > 3
 
 
+def test_compare_runs_all_on_the_same_start(call, tmp_path):
+    code, out, err = call(
+        "compare",
+        *QUICK,
+        "--methods",
+        "caden,caden_gd,gt,adapd",
+        "--set",
+        "compare.gt.alpha=0.1",
+        "--out",
+        "c",
+        "--json",
+    )
+    assert code == 0, err
+    found = json.loads(out)
+    assert list(found["summaries"]) == ["caden", "caden_gd", "gt", "adapd"]
+    assert (tmp_path / "c/compare.png").is_file()
+    assert "alpha = 0.1" in (tmp_path / "c/gt/config.toml").read_text()
+    starts = {
+        tuple(line.split(",")[i] for i in (8, 9, 10))  # objective, relative error, consensus of row 0
+        for line in ((tmp_path / f"c/{n}/metrics.csv").read_text().splitlines()[1] for n in found["summaries"])
+    }
+    assert len(starts) == 1
+    code, out, _ = call("compare", *QUICK, "--methods", "caden,gt")
+    assert code == 0
+    assert "gt" in out
+
+
+def test_compare_keeps_going_when_a_method_diverges(call, tmp_path):
+    code, out, err = call(
+        "compare", *QUICK, "--methods", "extra,caden", "--set", "rounds=60", "--set", "compare.extra.alpha=1e6",
+        "--out", "c", "--json",
+    )  # fmt: skip
+    assert code == 1
+    assert "extra: Diverged" in err
+    assert json.loads(out)["summaries"]["caden"]["stopped"] == "rounds"
+
+
+def test_compare_bad_input(call):
+    for arguments, message in (
+        (["--methods", "caden,gtt"], "did you mean 'gt'"),
+        (["--methods", ","], "names no method"),
+        (["--set", "compare.gt.alfa=1"], "did you mean 'method.alpha'"),
+        (["--set", "compare.extra.alpha=1"], "compare.extra"),
+    ):
+        code, _, err = call("compare", *arguments)
+        assert code == 2
+        assert message in err
+        assert err.count("\n") == 1
+
+
 def test_lists(call):
     code, out, _ = call("list", "--json")
     assert code == 0

@@ -321,3 +321,22 @@ def test_led_with_one_step_is_exact_diffusion(setting):
 def test_bad_parameters(make, message):
     with pytest.raises(caden.CadenError, match=message):
         make()
+
+
+NETWORKS = [name for name in methods.METHODS if name not in ("admm_edges", "esom", "network_newton")]
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return caden.problems.PROBLEMS["classification"](batching="vmap"), caden.graphs.erdos_renyi(20, edges=37, seed=0)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_default_parameters_train_the_digits_network(digits, name):
+    """From below 70 % to at least 85 % mean accuracy in 30 rounds."""
+    result = caden.simulate(
+        methods.METHODS[name](), *digits, rounds=30, warmup={"steps": 20, "step_size": 0.1}, record_every=30
+    )
+    start, end = result.history.accuracy
+    assert start < 0.7
+    assert end > 0.85

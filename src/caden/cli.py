@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from caden import data, schedules
+from caden import data, plots, schedules
 from caden.config import Experiment, experiment
 from caden.errors import CadenError, RunError, choose
 from caden.graphs import GRAPHS
@@ -118,6 +118,62 @@ def run(
     elif out.exists():
         raise CadenError(f"{out} exists already; choose another directory, or resume that run.")
     _carry_out(config, out, False, as_json)
+
+
+@app.command()
+def compare(
+    file: Annotated[Path | None, typer.Argument(metavar="[EXPERIMENT.toml]")] = None,
+    methods: Annotated[str, typer.Option(help="Names of methods, separated by commas.")] = "caden,caden_gd,gt,adapd",
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for all runs; by default a new one under runs/.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run several methods on identical data, graph and start; parameters by --set compare.METHOD.KEY=VALUE."""
+    config = experiment(file, settings or [])
+    names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip()))
+    plans = {name: config.with_method(name) for name in names}
+    for name in config.compare:
+        choose("key", f"compare.{name}", [f"compare.{n}" for n in names])
+    if not plans:
+        raise CadenError("`--methods` names no method.")
+    out = out or Path("runs") / datetime.now().strftime("compare-%Y%m%d-%H%M%S-%f")[:-3]
+    if out.exists():
+        raise CadenError(f"{out} exists already; choose another directory.")
+    _, problem, graph = next(iter(plans.values())).build()
+    results: dict[str, Result] = {}
+    failed: dict[str, str] = {}
+    for name, plan in plans.items():
+        try:
+            results[name] = plan.run(out / name, built=(problem, graph))
+        except RunError as error:
+            failed[name] = str(error)
+            if error.result is not None:
+                results[name] = error.result
+    plots.comparison({name: r.history for name, r in results.items()}, out / "compare.png", config.target)
+    summaries = {name: result.summary() for name, result in results.items()}
+    if as_json:
+        print(json.dumps(_clean({"summaries": summaries, "failed": failed, "directory": str(out)})))
+    else:
+        _show_comparison(summaries, config.target)
+        Console().print(f"picture: {out / 'compare.png'}", soft_wrap=True)
+    if failed:
+        raise RunError("; ".join(f"{name}: {why}" for name, why in failed.items()))
+
+
+def _show_comparison(summaries: dict[str, dict[str, Any]], target: float | None) -> None:
+    accuracy = any("accuracy" in summary for summary in summaries.values())
+    columns = (
+        {"accuracy": ".2%", "best_accuracy": ".2%"} if accuracy else {"relative_error": ".2e", "communications": ","}
+    )
+    if accuracy and target is not None:
+        columns |= {"rounds_to_target": ",", "communications_to_target": ",", "gradients_to_target": ","}
+        columns |= {"seconds_to_target": ".1f"}
+    title = f"to {target:.0%} accuracy" if accuracy and target is not None else None
+    table = Table("method", *(name.replace("_to_target", "").replace("_", " ") for name in columns), title=title)
+    for name, summary in summaries.items():
+        cells = [summary.get(column) for column in columns]
+        table.add_row(name, *("-" if c is None else format(c, f) for c, f in zip(cells, columns.values())))
+    Console().print(table)
 
 
 @app.command()

@@ -67,6 +67,7 @@ class Experiment(BaseModel):
     problem: dict[str, Any] = {}
     graph: dict[str, Any] = {}
     warmup: dict[str, Any] = {}
+    compare: dict[str, dict[str, Any]] = {}  # parameters of the methods that `caden compare` runs beside this one
 
     def to_toml(self) -> str:
         """The experiment as text; unset values are left out."""
@@ -106,9 +107,25 @@ class Experiment(BaseModel):
             found["batching"] = batching
         setattr(self, kind, {**found, **table, **({"batching": batching} if "batching" in found else {})})
 
-    def run(self, directory: Path | None = None, resume: bool = False, **options: Any) -> Result:
-        """Build and simulate."""
-        method, problem, graph = self.build()
+    def with_method(self, name: str) -> Experiment:
+        """The same experiment with another method, with the parameters that `compare` has for it."""
+        table = self.method if self.method["name"] == name else {"name": name}
+        table = {**table, **self.compare.get(name, {})}
+        factory("method", METHODS, table)
+        return self.model_copy(update={"method": table, "compare": {}})
+
+    def run(
+        self,
+        directory: Path | None = None,
+        resume: bool = False,
+        built: tuple[Problem, Graph] | None = None,
+        **options: Any,
+    ) -> Result:
+        """Build and simulate; `built` reuses a problem and a graph."""
+        if built is None:
+            method, problem, graph = self.build()
+        else:
+            method, (problem, graph) = make("method", METHODS, self.method), built
         return simulate(
             method,
             problem,

@@ -61,7 +61,8 @@ class Result:
                 reached = [row for row in self.rows if float(row["accuracy"] or 0) >= self.target]
                 found["target"] = self.target
                 found["rounds_to_target"] = reached[0]["round"] if reached else None
-                found["communications_to_target"] = reached[0]["communications"] if reached else None
+                for column in ("communications", "gradients", "seconds"):
+                    found[f"{column}_to_target"] = reached[0][column] if reached else None
         return found
 
 

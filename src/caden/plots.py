@@ -44,3 +44,40 @@ def curves(history: pd.DataFrame, path: Path, target: float | None = None) -> No
         axis.set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")
+_AXES = (
+    ("round", "rounds"),
+    ("communications", "vectors sent"),
+    ("gradients", "gradient evaluations"),
+    ("seconds", "seconds"),
+)
+
+
+def comparison(histories: dict[str, pd.DataFrame], path: Path, target: float | None = None) -> None:
+    """Draw several histories against rounds, communications, gradient evaluations and seconds, into a PNG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    accuracy = all("accuracy" in history for history in histories.values())
+    column, title = ("accuracy", "mean accuracy") if accuracy else ("relative_error", "relative error")
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained", sharey=True)
+    for axis, (x, label) in zip(axes.flat, _AXES):
+        for number, (name, history) in enumerate(histories.items()):
+            style = "-" if number < len(_COLOURS) else "--"
+            axis.plot(history[x], history[column], style, color=_COLOURS[number % len(_COLOURS)], label=name)
+        if accuracy and target is not None:
+            axis.axhline(target, color="grey", linewidth=1, linestyle=":")
+        if not accuracy:
+            axis.set_yscale("log")
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel(title)
+    axes[1, 0].set_ylabel(title)
+    axes[0, 0].legend(fontsize=9)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -52,7 +52,7 @@ def chebyshev(round: Round, x: Tensor, degree: int, rho: float) -> Tensor:
 
 
 def adapd(
-    eta: float,
+    eta: float = 3.0,
     variant: str | None = None,
     degree: int = 2,
     solver: LocalSolver | str | dict[str, Any] = "gd",

@@ -24,7 +24,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-def dgd(alpha: float) -> Method:
+def dgd(alpha: float = 0.3) -> Method:
     """Decentralised gradient descent with step `alpha` (biased)."""
     positive("alpha", alpha)
 

@@ -28,7 +28,7 @@ class State(NamedTuple):
     memory: Any
 
 
-def dinno(rho: float, growth: float = 1.0003, solver: LocalSolver | str | dict[str, Any] = "adam") -> Method:
+def dinno(rho: float = 0.05, growth: float = 1.0003, solver: LocalSolver | str | dict[str, Any] = "adam") -> Method:
     """DiNNO with penalty `rho` times `growth` to the round."""
     positive("rho", rho), positive("growth", growth)
     local = solvers.from_spec(solver)

@@ -27,7 +27,7 @@ def _one_step(solver: LocalSolver) -> LocalSolver:
     )
 
 
-def druid(mu_z: float, step: str = "gd", eps: float = 1.0) -> Method:
+def druid(mu_z: float = 0.1, step: str = "lbfgs", eps: float = 1.0) -> Method:
     """DRUID with penalty `mu_z` and a "gd", "newton" or "lbfgs" step; `eps` covers the curvature that J_i misses."""
     positive("mu_z", mu_z), positive("eps", eps)
     kinds = {"gd": gd(curvature=eps), "newton": newton(eps=eps), "lbfgs": lbfgs(line_search="none")}
@@ -35,7 +35,7 @@ def druid(mu_z: float, step: str = "gd", eps: float = 1.0) -> Method:
     return caden(mu_z=mu_z, solver=_one_step(solver))._replace(name="druid")
 
 
-def dlm(c: float, rho: float) -> Method:
+def dlm(c: float = 0.05, rho: float = 2.0) -> Method:
     """DLM: linearised ADMM with penalty `c` and proximal weight `rho`."""
     positive("c", c), positive("rho", rho)
     return caden(mu_z=2 * c, solver=_one_step(gd(curvature=rho)))._replace(name="dlm")

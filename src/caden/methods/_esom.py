@@ -59,7 +59,7 @@ def _direction(
     return d
 
 
-def esom(alpha: float, order: int = 0, eps: float = 1.0) -> Method:
+def esom(alpha: float = 1.0, order: int = 0, eps: float = 1.0) -> Method:
     """ESOM-`order` with penalty `alpha` and proximal weight `eps`."""
     positive("alpha", alpha), positive("eps", eps), whole("order", order)
 
@@ -84,7 +84,7 @@ class NewtonState(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-def network_newton(alpha: float, order: int = 1, step_size: float = 1.0) -> Method:
+def network_newton(alpha: float = 0.1, order: int = 1, step_size: float = 1.0) -> Method:
     """Network Newton NN-`order` with penalty parameter `alpha` (biased; the smaller, the less and the slower)."""
     positive("alpha", alpha), positive("step_size", step_size), whole("order", order)
 

@@ -46,16 +46,16 @@ def _method(alpha: float, name: str, mix_first: bool) -> Method:
     return Method(init, step, name)
 
 
-def exact_diffusion(alpha: float) -> Method:
+def exact_diffusion(alpha: float = 0.3) -> Method:
     """Exact diffusion with step `alpha`."""
     return _method(alpha, "exact_diffusion", mix_first=True)
 
 
-def d2(alpha: float) -> Method:
+def d2(alpha: float = 0.3) -> Method:
     """D2: exact diffusion whose first round does not mix."""
     return _method(alpha, "d2", mix_first=False)
 
 
-def nids(alpha: float) -> Method:
+def nids(alpha: float = 0.3) -> Method:
     """NIDS with one step `alpha` for all agents; the same iterates as D2."""
     return _method(alpha, "nids", mix_first=False)

@@ -31,7 +31,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-def extra(alpha: float) -> Method:
+def extra(alpha: float = 0.3) -> Method:
     """EXTRA with step `alpha`."""
     positive("alpha", alpha)
 

@@ -28,7 +28,7 @@ class State(NamedTuple):
     memory: Any
 
 
-def fedadmm(rho: float, solver: LocalSolver | str | dict[str, Any] = "gd") -> Method:
+def fedadmm(rho: float = 0.3, solver: LocalSolver | str | dict[str, Any] = "gd") -> Method:
     """FedADMM with penalty `rho`."""
     positive("rho", rho)
     local = solvers.from_spec(solver)

@@ -24,7 +24,7 @@ class State(NamedTuple):
     theta: Tensor  # (d,)
 
 
-def fedavg(alpha: float) -> Method:
+def fedavg(alpha: float = 0.3) -> Method:
     """FedAvg with local step `alpha` (biased)."""
     positive("alpha", alpha)
 

@@ -31,7 +31,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-def gt(alpha: float, form: str = "atc") -> Method:
+def gt(alpha: float = 0.3, form: str = "atc") -> Method:
     """Gradient tracking with step `alpha`, in the form "atc", "semi_a", "semi_b" or "non_atc"."""
     positive("alpha", alpha)
     choose("form", form, ("atc", "semi_a", "semi_b", "non_atc"))
@@ -57,6 +57,6 @@ def gt(alpha: float, form: str = "atc") -> Method:
     return Method(init, step, "gt")
 
 
-def diging(alpha: float) -> Method:
+def diging(alpha: float = 0.1) -> Method:
     """DIGing: gradient tracking in its non-ATC form."""
     return gt(alpha, "non_atc")._replace(name="diging")

@@ -24,7 +24,7 @@ class State(NamedTuple):
     c: Tensor  # (k, d)
 
 
-def kgt(alpha: float, gamma: float = 1.0) -> Method:
+def kgt(alpha: float = 0.1, gamma: float = 1.0) -> Method:
     """K-GT with local step `alpha` and `gamma` times the local progress taken over."""
     positive("alpha", alpha), positive("gamma", gamma)
 

@@ -25,7 +25,7 @@ class State(NamedTuple):
     y: Tensor  # (k, d)
 
 
-def led(alpha: float, beta: float = 0.2) -> Method:
+def led(alpha: float = 0.1, beta: float = 0.2) -> Method:
     """LED with local step `alpha`; `beta` is about 1 / local_steps."""
     positive("alpha", alpha), positive("beta", beta)
 

@@ -26,7 +26,7 @@ class State(NamedTuple):
     z: Tensor  # (2e, d) arcs
 
 
-def lt_admm(gamma: float, beta: float, rho: float = 1.0, alpha: float = 0.5) -> Method:
+def lt_admm(gamma: float = 0.1, beta: float = 0.05, rho: float = 0.3, alpha: float = 0.5) -> Method:
     """LT-ADMM with local step `gamma`, `beta` for the dual part (beta rho d_max local_steps must stay small)."""
     positive("gamma", gamma), positive("beta", beta), positive("rho", rho)
     if not 0 < number("alpha", alpha) < 1:

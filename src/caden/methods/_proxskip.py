@@ -27,7 +27,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-def proxskip(alpha: float, p: float = 0.3, chi: float = 1.0) -> Method:
+def proxskip(alpha: float = 0.3, p: float = 0.5, chi: float = 1.0) -> Method:
     """Decentralised ProxSkip with step `alpha`, communicating with probability `p`; `chi` >= 1 damps the mixing."""
     positive("alpha", alpha)
     if not 0 < number("p", p) <= 1:

@@ -29,7 +29,7 @@ class State(NamedTuple):
     memory: Any
 
 
-def radmm(rho: float, alpha: float = 0.5, solver: LocalSolver | str | dict[str, Any] = "lbfgs") -> Method:
+def radmm(rho: float = 0.1, alpha: float = 0.5, solver: LocalSolver | str | dict[str, Any] = "lbfgs") -> Method:
     """Relaxed ADMM with penalty `rho` and relaxation `alpha` in (0, 1)."""
     positive("rho", rho)
     if not 0 < number("alpha", alpha) < 1:

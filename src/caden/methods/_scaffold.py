@@ -26,7 +26,7 @@ class State(NamedTuple):
     server_control: Tensor  # (d,)
 
 
-def scaffold(alpha: float, gamma: float = 1.0) -> Method:
+def scaffold(alpha: float = 0.3, gamma: float = 1.0) -> Method:
     """SCAFFOLD with local step `alpha` and server step `gamma`."""
     positive("alpha", alpha), positive("gamma", gamma)
 
