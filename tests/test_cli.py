@@ -235,16 +235,9 @@ def test_divergence_is_exit_code_1_with_the_history_kept(call, tmp_path):
 
 def test_compare_runs_all_on_the_same_start(call, tmp_path):
     code, out, err = call(
-        "compare",
-        *QUICK,
-        "--methods",
-        "caden,caden_gd,gt,adapd",
-        "--set",
-        "compare.gt.alpha=0.1",
-        "--out",
-        "c",
+        "compare", *QUICK, "--methods", "caden,caden_gd,gt,adapd", "--set", "compare.gt.alpha=0.1", "--out", "c",
         "--json",
-    )
+    )  # fmt: skip
     assert code == 0, err
     found = json.loads(out)
     assert list(found["summaries"]) == ["caden", "caden_gd", "gt", "adapd"]

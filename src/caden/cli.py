@@ -161,18 +161,21 @@ def compare(
 
 
 def _show_comparison(summaries: dict[str, dict[str, Any]], target: float | None) -> None:
-    accuracy = any("accuracy" in summary for summary in summaries.values())
-    columns = (
-        {"accuracy": ".2%", "best_accuracy": ".2%"} if accuracy else {"relative_error": ".2e", "communications": ","}
-    )
-    if accuracy and target is not None:
-        columns |= {"rounds_to_target": ",", "communications_to_target": ",", "gradients_to_target": ","}
-        columns |= {"seconds_to_target": ".1f"}
-    title = f"to {target:.0%} accuracy" if accuracy and target is not None else None
-    table = Table("method", *(name.replace("_to_target", "").replace("_", " ") for name in columns), title=title)
+    """A row per method; what the target took, where there is one."""
+    columns = {"relative_error": ("relative error", ".2e"), "communications": ("sent", ",")}
+    title = None
+    if any("accuracy" in summary for summary in summaries.values()):
+        columns = {"accuracy": ("final", ".2%"), "best_accuracy": ("best", ".2%")}
+        if target is not None:
+            title = f"mean accuracy, and what it took to reach {target:.0%}"
+            columns |= {"rounds_to_target": ("rounds", ","), "communications_to_target": ("sent", ",")}
+            columns |= {"gradients_to_target": ("gradients", ","), "seconds_to_target": ("seconds", ".1f")}
+    table = Table("method", title=title)
+    for heading, _ in columns.values():
+        table.add_column(heading, justify="right")
     for name, summary in summaries.items():
         cells = [summary.get(column) for column in columns]
-        table.add_row(name, *("-" if c is None else format(c, f) for c, f in zip(cells, columns.values())))
+        table.add_row(name, *("-" if c is None else format(c, f) for c, (_, f) in zip(cells, columns.values())))
     Console().print(table)
 
 
