@@ -57,6 +57,6 @@ def gt(alpha: float = 0.3, form: str = "atc") -> Method:
     return Method(init, step, "gt")
 
 
-def diging(alpha: float = 0.1) -> Method:
+def diging(alpha: float = 0.05) -> Method:
     """DIGing: gradient tracking in its non-ATC form."""
     return gt(alpha, "non_atc")._replace(name="diging")
