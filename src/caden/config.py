@@ -27,6 +27,7 @@ from caden.core import Method, Problem
 from caden.errors import CadenError, choose, whole
 from caden.graphs import GRAPHS, Graph
 from caden.history import Result
+from caden.messages import Loss
 from caden.methods import METHODS
 from caden.problems import PROBLEMS
 from caden.registry import Factory, factory, load_object, make, parameters
@@ -67,6 +68,7 @@ class Experiment(BaseModel):
     problem: dict[str, Any] = {}
     graph: dict[str, Any] = {}
     warmup: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
     compare: dict[str, dict[str, Any]] = {}  # parameters of the methods that `caden compare` runs beside this one
 
     def to_toml(self) -> str:
@@ -135,6 +137,7 @@ class Experiment(BaseModel):
             local_steps=schedules.from_spec(self.local_steps),
             seed=self.seed,
             warmup=self.warmup or None,
+            messages=self.messages or None,
             record_every=self.record_every,
             target=self.target,
             stop_at_target=self.stop_at_target,
@@ -206,6 +209,7 @@ def experiment(
     whole("seed", found.seed)
     for name in found.warmup:
         choose("key", f"warmup.{name}", [f"warmup.{field}" for field in Warmup._fields])
+    Loss.from_spec(found.messages)
     for kind, registry in REGISTRIES.items():
         factory(kind, registry, getattr(found, kind), HIDDEN)
     return found

@@ -36,6 +36,17 @@ class Edges(NamedTuple):
         out = values.new_zeros(self.agents, values.shape[1])
         return out.index_add_(0, self.first, values).index_add_(0, self.second, values, alpha=-1)
 
+    def mixing(self, like: Tensor, weights: Tensor | None = None) -> Tensor:
+        """(e, 1) weights on edges whose ends are both awake, 0 on others.
+
+        The given ones (e,), else Metropolis weights of the awake subgraph, 1 / (1 + larger number of awake neighbours).
+        """
+        both = (self.awake_first & self.awake_second).to(like.dtype)
+        if weights is not None:
+            return both * weights.reshape(-1, 1).to(both)
+        degree = self.sum(both)
+        return both / (1 + torch.maximum(degree[self.first], degree[self.second]))
+
     def owner(self) -> Tensor:
         """(2e,) the row that owns each arc: arc e belongs to `first[e]`, arc e + |E| to `second[e]`."""
         return torch.cat([self.first, self.second])

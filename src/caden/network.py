@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from caden.core import Edges, Problem, Round
+from caden.core import Edges, Heard, Problem, Round
 from caden.errors import CadenError
 from caden.graphs import Graph
+from caden.messages import Loss, LossyHeard
 from caden.schedules import Draw
 
 _SLICE = 1 << 24  # elements of an edge temporary; wider rows are handled in slices of columns
@@ -53,14 +54,7 @@ class StackedHeard(NamedTuple):
 
         `weights` (e,) defaults to Metropolis weights of the awake subgraph, 1 / (1 + max of the awake degrees).
         """
-        edges = self.edges
-        both = (edges.awake_first & edges.awake_second).to(self.rows.dtype)  # (e, 1)
-        if weights is None:
-            degree = edges.sum(both)
-            weight = both / (1 + torch.maximum(degree[edges.first], degree[edges.second]))
-        else:
-            weight = both * weights.reshape(-1, 1).to(both)
-        return self.rows - self._edge_sum(self.rows, weight)
+        return self.rows - self._edge_sum(self.rows, self.edges.mixing(self.rows, weights))
 
     def ends(self) -> tuple[Tensor, Tensor]:
         rows = self._last()
@@ -70,7 +64,7 @@ class StackedHeard(NamedTuple):
 class Stacked:
     """The network of a simulation: hands out rounds, keeps sleepers' last rows, counts what is sent."""
 
-    def __init__(self, graph: Graph, problem: Problem, draw: Draw, may_sleep: bool):
+    def __init__(self, graph: Graph, problem: Problem, draw: Draw, may_sleep: bool, loss: Loss | None = None):
         if graph.agents != problem.agents:
             raise CadenError(f"The graph has {graph.agents} agents but the problem has {problem.agents}.")
         if graph.agents < 2:
@@ -78,7 +72,7 @@ class Stacked:
         device = problem.device
         self.first = torch.from_numpy(graph.edges[:, 0].copy()).to(device)
         self.second = torch.from_numpy(graph.edges[:, 1].copy()).to(device)
-        self._graph, self._draw = graph, draw
+        self._graph, self._draw, self._loss = graph, draw, loss
         self._degree = torch.from_numpy(graph.degrees.copy()).to(device, problem.dtype).unsqueeze(1)
         self.may_sleep = may_sleep
         self.last: dict[str, Tensor] = {}  # the sleepers' last broadcasts, by position in the round
@@ -107,10 +101,26 @@ class Stacked:
                 self.numbers_sent += directed_edges * numbers
                 self.bytes += directed_edges * numbers * itemsize
 
-        def broadcast(rows: Tensor) -> StackedHeard:
+        def arrivals(number: int) -> Tensor:
+            """(2e, 1) bool at each arc's owner: the peer was awake and its message got through."""
+            arrived = torch.cat([edges.awake_second, edges.awake_first])
+            if self._loss is not None and index >= 0:
+                through = self._loss.arrives(self._draw, index, number, len(arrived))
+                arrived = arrived & through.to(arrived.device)
+            return arrived
+
+        def broadcast(rows: Tensor) -> Heard:
             nonlocal broadcasts
-            channel, broadcasts = f"broadcast{broadcasts}", broadcasts + 1
+            number, channel, broadcasts = broadcasts, f"broadcast{broadcasts}", broadcasts + 1
             count(sending, rows.shape[1], rows.element_size())
+            if self._loss is not None:
+                peers, arrived = rows[torch.cat([self.second, self.first])], arrivals(number)
+                own = rows[edges.owner()]  # of a peer that was never heard an agent knows nothing but itself
+                self.last[channel] = torch.where(arrived, peers, self.last.get(channel, own))
+                if index < 0:
+                    return StackedHeard(rows, rows, edges)
+                awake_owner = torch.cat([edges.awake_first, edges.awake_second])
+                return LossyHeard(rows, self.last[channel], arrived & awake_owner, edges)
             if not self.may_sleep:
                 return StackedHeard(rows, rows, edges)
             if everyone:
@@ -120,10 +130,11 @@ class Stacked:
             return StackedHeard(rows, self.last.get(channel), edges)
 
         def exchange(messages: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal broadcasts
+            number, broadcasts = broadcasts, broadcasts + 1
             half = len(self.first)  # arc e is owned by first[e], arc e + half by second[e]: the reverse of the other
             count(sending, messages.shape[1], messages.element_size())
-            arrived = torch.cat([edges.awake_second, edges.awake_first])  # (2e, 1): the sender was awake
-            return torch.cat([messages[half:], messages[:half]]), arrived
+            return torch.cat([messages[half:], messages[:half]]), arrivals(number)
 
         def average(rows: Tensor) -> Tensor:
             chosen = rows[active.to(rows.device)]

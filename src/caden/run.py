@@ -18,6 +18,7 @@ from caden.core import Info, Method, Problem
 from caden.errors import CadenError, Diverged, Interrupted, positive, whole
 from caden.graphs import Graph
 from caden.history import Result, Row, RunDirectory
+from caden.messages import Loss
 from caden.metrics import measure
 from caden.network import Stacked
 from caden.parallel import keep_freed_memory
@@ -60,6 +61,7 @@ def simulate(
     seed: int = 0,
     x0: Tensor | None = None,
     warmup: Warmup | Mapping[str, Any] | None = None,
+    messages: Loss | Mapping[str, Any] | None = None,
     record_every: int = 1,
     target: float | None = None,
     stop_at_target: bool = False,
@@ -81,6 +83,7 @@ def simulate(
         seed: of all draws; each is a pure function of (seed, label, round, agent).
         x0: (d,) or (m, d) start; by default the model's own parameters, else zeros.
         warmup: local training before round 0, which also estimates each agent's curvature.
+        messages: {"loss": probability, "burst": rounds}: messages that do not arrive; by default all do.
         record_every: rounds between two rows of the history; the last round is always recorded.
         target: accuracy to reach, for the summary; `stop_at_target` ends the run there.
         tolerance: end the run when the relative error falls below this.
@@ -115,7 +118,7 @@ def simulate(
     draw = Draw(seed, graph.agents)
     awake, workload = Participation(participation, draw), Workload(local_steps, draw)
     counted = Counted(problem)
-    network = Stacked(graph, counted, draw, awake.may_sleep)
+    network = Stacked(graph, counted, draw, awake.may_sleep, Loss.from_spec(messages))
     start = _start(problem, x0)
     everyone = torch.ones(graph.agents, dtype=torch.bool)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from caden.core import Info, Method, Round
@@ -38,10 +37,7 @@ class State(NamedTuple):
 
 def _own_weight(round: Round, like: Tensor) -> Tensor:
     """(k, 1) diagonal of W: what remains of a row's weight after its awake neighbours, known from the degrees."""
-    edges = round.edges
-    both = (edges.awake_first & edges.awake_second).to(like)
-    degree = edges.sum(both)
-    return 1 - edges.sum(both / (1 + torch.maximum(degree[edges.first], degree[edges.second])))
+    return 1 - round.edges.sum(round.edges.mixing(like))
 
 
 def _direction(
