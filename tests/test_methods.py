@@ -340,3 +340,14 @@ def test_default_parameters_train_the_digits_network(digits, name):
     start, end = result.history.accuracy
     assert start < 0.7
     assert end > 0.85
+
+
+def test_the_check_covers_every_method_and_tells_exact_from_biased():
+    from caden.check import PARAMETERS, distance, verdict
+
+    assert set(PARAMETERS) == set(methods.METHODS)
+    assert verdict(distance("gt", 700)).startswith("exact")
+    assert verdict(distance("dgd", 300)).startswith("biased")
+    assert distance("admm_edges", 10, participation=0.5) == "refused"
+    assert distance("caden", 10, participation=0.5, messages={"loss": 0.2}) == "refused"
+    assert verdict(distance("radmm", 700, messages={"loss": 0.2})).startswith("exact")

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from caden import data, plots, schedules
+from caden import check, data, plots, schedules
 from caden.config import Experiment, experiment
 from caden.errors import CadenError, RunError, choose
 from caden.graphs import GRAPHS
@@ -219,8 +220,17 @@ def _about(thing: str | Callable[..., Any]) -> tuple[str, str]:
 
 
 @app.command("list")
-def list_(kind: Annotated[str, typer.Argument(metavar="[KIND]")] = "all", as_json: Json = False) -> None:
+def list_(
+    kind: Annotated[str, typer.Argument(metavar="[KIND]")] = "all",
+    measured: Annotated[bool, typer.Option("--check", help="With methods: measure which reach the minimiser.")] = False,
+    as_json: Json = False,
+) -> None:
     """List methods, problems, graphs, solvers, schedules, partitions or data."""
+    if measured:
+        if kind != "methods":
+            raise CadenError("`--check` goes with `caden list methods`.")
+        _check_methods(as_json)
+        return
     kinds = list(KINDS) if kind == "all" else [choose("kind", kind, KINDS)]
     found = {k: {name: _about(thing) for name, thing in sorted(KINDS[k].items())} for k in kinds}
     if as_json:
@@ -235,6 +245,23 @@ def list_(kind: Annotated[str, typer.Argument(metavar="[KIND]")] = "all", as_jso
         for name, (parameters, about) in entries.items():
             table.add_row(name, about + (f"\n[dim]{parameters}[/dim]" if parameters else ""))
         console.print(table)
+
+
+def _check_methods(as_json: bool) -> None:
+    """Distances from the minimiser of a strongly convex problem, as Markdown or JSON."""
+    console = Console(stderr=True)
+    found = {}
+    for name, row in track(
+        check.check(list(METHODS)), "checking", len(METHODS), console=console, disable=not console.is_terminal
+    ):
+        found[name] = row
+    if as_json:
+        print(json.dumps(_clean(found)))
+        return
+    print("| method | " + " | ".join(check.SETTINGS) + " |")
+    print("|---|" + "---|" * len(check.SETTINGS))
+    for name, row in found.items():
+        print(f"| {name} | " + " | ".join(check.verdict(value) for value in row.values()) + " |")
 
 
 @data_app.command("list")
