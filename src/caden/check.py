@@ -1,7 +1,7 @@
 """Does each method reach the minimiser? On one strongly convex problem, with everyone awake, with sleepers, with loss.
 
 12 random quadratics of condition 10 in 4 dimensions, a random graph with 20 edges, 3 local steps. The answer is the
-largest distance of any agent from the centralised minimiser, relative to its norm, after 2,000 rounds; after 8,000 with a
+largest distance of any agent from the centralised minimiser, relative to its norm, after 2,000 rounds, or 8,000 with a
 fifth awake, where everything is slower.
 """
 
