@@ -211,6 +211,20 @@ def extra(x, edges, grad, alpha, awake):
     return out
 
 
+def proxskip(x, edges, grad, alpha, p, chi, coins, awake):
+    x, y, out = x.copy(), np.zeros_like(x), []
+    for coin, mask in zip(coins, awake):
+        z = np.where(mask[:, None], x - alpha * stacked(grad, x) - y, x)
+        if coin < p:
+            W = metropolis(edges, mask)
+            x = z - (z - W @ z) / (2 * chi)
+            y = y + p * (z - x)
+        else:
+            x = z
+        out.append(x.copy())
+    return out
+
+
 def local_steps(grad, i, v, alpha, steps, correction):
     for _ in range(steps):
         v = v - alpha * (grad(i, v) + correction)

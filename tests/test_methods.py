@@ -9,6 +9,7 @@ import torch
 import caden
 import oracles
 from caden import methods
+from caden.schedules import Draw
 from caden.solvers import exact, gd
 from conftest import masks, scheduled
 
@@ -51,6 +52,11 @@ def chebyshev_matrix(edges, degree):
         return vectors @ np.diag(series(values / rho) / series(1 / rho)) @ vectors.T @ v
 
     return mix
+
+
+def coins(rounds):
+    """The numbers that all agents share, as the documentation of the draws defines them."""
+    return [Draw(0, 1).uniform("common/proxskip", t)[0] for t in range(rounds)]
 
 
 def cases(problem, edges):
@@ -98,6 +104,10 @@ def cases(problem, edges):
             lambda x, m: oracles.relaxed_admm(x, edges, solve, 0.3, 0.7, m),
         ),
         "led": (methods.led(0.2, 0.3), lambda x, m: oracles.led(x, edges, grad, 0.2, 0.3, STEPS, m)),
+        "proxskip": (
+            methods.proxskip(0.3, 0.4, 1.5),
+            lambda x, m: oracles.proxskip(x, edges, grad, 0.3, 0.4, 1.5, coins(len(m)), m),
+        ),
         "kgt": (methods.kgt(0.1, 0.7), lambda x, m: oracles.kgt(x, edges, grad, 0.1, 0.7, STEPS, m)),
         "lt_admm": (
             methods.lt_admm(0.1, 0.05, 0.8, 0.5),
@@ -153,7 +163,9 @@ def test_vectors_per_directed_edge_are_counted_by_the_network(setting):
     for name, (method, _) in cases(problem, edges).items():
         result = caden.simulate(method, problem, graph, rounds=4, local_steps=STEPS)
         sent = result.history.communications.iloc[-1] / 4
-        if name in ("adapd mc", "esom 2"):
+        if name == "proxskip":
+            assert sent == arcs * np.mean([coin < 0.4 for coin in coins(4)])
+        elif name in ("adapd mc", "esom 2"):
             assert sent == 3 * arcs
         elif name == "network_newton":
             assert sent == 2 * arcs
