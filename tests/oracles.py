@@ -332,6 +332,23 @@ def fedadmm(x, solve, rho, awake):
     return out
 
 
+def newton_tracking(x, edges, A, b, alpha, eps, rounds):
+    """With the Hessians inverted and u carried as in the paper."""
+    agents, d = x.shape
+    W, grad = metropolis(edges, np.ones(agents, bool)), gradient(A, b)
+    x, out = x.copy(), []
+    H = [A[i] + eps * np.eye(d) for i in range(agents)]
+    start = stacked(grad, x) + alpha * (x - W @ x)
+    u = np.array([np.linalg.solve(H[i], start[i]) for i in range(agents)])
+    for _ in range(rounds):
+        new = x - u
+        change = stacked(grad, new) - stacked(grad, x) + 2 * alpha * (new - W @ new) - alpha * (x - W @ x)
+        u = np.array([np.linalg.solve(H[i], H[i] @ u[i] + change[i]) for i in range(agents)])
+        x = new
+        out.append(x.copy())
+    return out
+
+
 def splitting(x, edges, A, b, awake, alpha, order, eps=None):
     """ESOM-K (eps given) or Network Newton NN-K (eps None), with dense matrices."""
     agents, d = x.shape

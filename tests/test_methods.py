@@ -306,6 +306,19 @@ def test_adapd_scales_with_the_objective(setting):
     np.testing.assert_allclose(ours, theirs, atol=1e-10, rtol=0)
 
 
+def test_newton_tracking_equals_its_textbook_loop_and_is_exact(setting):
+    problem, graph, x0, edges = setting
+    A, b = problem.hessian.numpy(), problem.linear.numpy()
+    found = iterates(methods.newton_tracking(0.5, 0.5), setting, masks(12, ROUNDS, 1.0))
+    for x, x_ref in zip(found, oracles.newton_tracking(x0, edges, A, b, 0.5, 0.5, ROUNDS), strict=True):
+        np.testing.assert_allclose(x, x_ref, atol=1e-10, rtol=0)
+    assert error(methods.newton_tracking(0.5, 0.5), setting, 1.0, 700) < 1e-6
+    with pytest.raises(caden.CadenError, match="everyone awake"):
+        error(methods.newton_tracking(0.5, 0.5), setting, 0.5, 3)
+    one = caden.simulate(methods.newton_tracking(), problem, graph, rounds=4)
+    assert one.history.communications.iloc[-1] == 4 * 2 * len(graph.edges)
+
+
 def test_led_with_one_step_is_exact_diffusion(setting):
     problem, graph, x0, _ = setting
     runs = [
@@ -335,7 +348,7 @@ def test_bad_parameters(make, message):
         make()
 
 
-NETWORKS = [name for name in methods.METHODS if name not in ("admm_edges", "esom", "network_newton")]
+NETWORKS = [name for name in methods.METHODS if name not in ("admm_edges", "esom", "network_newton", "newton_tracking")]
 
 
 @pytest.fixture(scope="module")

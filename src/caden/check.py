@@ -38,6 +38,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "led": {"alpha": 0.3, "beta": 0.3},
     "lt_admm": {"gamma": 0.2, "beta": 0.1, "rho": 0.4},
     "network_newton": {"alpha": 0.1},
+    "newton_tracking": {"alpha": 0.5, "eps": 0.5},
     "nids": {"alpha": 0.5},
     "proxskip": {"alpha": 0.5, "p": 0.5},
     "radmm": {"rho": 0.4, "alpha": 0.7, "solver": "exact"},

@@ -24,6 +24,7 @@ from caden.methods._gt import diging, gt
 from caden.methods._kgt import kgt
 from caden.methods._led import led
 from caden.methods._lt_admm import lt_admm
+from caden.methods._newton_tracking import newton_tracking
 from caden.methods._proxskip import proxskip
 from caden.methods._radmm import radmm
 from caden.methods._scaffold import scaffold
@@ -57,6 +58,7 @@ __all__ = [
     "led",
     "lt_admm",
     "network_newton",
+    "newton_tracking",
     "nids",
     "proxskip",
     "radmm",

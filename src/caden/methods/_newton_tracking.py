@@ -1,0 +1,49 @@
+"""Newton tracking: Zhang, Ling and So, "A Newton tracking algorithm with exact linear convergence for decentralized
+consensus optimization", IEEE TSIPN 7, 2021.
+
+    u = (hess f(x) + eps I)^-1 r;   x' = x - u;   send x'
+    r <- r + grad f(x') - grad f(x) + 2 a (x' - W x') - a (x - W x)
+
+r starts at grad f(x) + a (x - W x). The inverse by conjugate gradients on Hessian-vector products. One vector per
+directed edge, one gradient a round. Sleeping agents: refused; the terms of r that cancel in the sum over all agents
+would no longer do so, and the limit would be wrong.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from caden.core import Info, Method, Round
+from caden.errors import CadenError, positive
+from caden.solvers._newton import conjugate_gradients
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    r: Tensor  # (k, d) what the direction is solved from
+    apart: Tensor  # (k, d) x - W x
+    value: Tensor  # (k,)
+    gradient: Tensor  # (k, d)
+
+
+def newton_tracking(alpha: float = 1.0, eps: float = 1.0) -> Method:
+    """Newton tracking with penalty `alpha` and proximal weight `eps`; needs everyone awake."""
+    positive("alpha", alpha), positive("eps", eps)
+
+    def init(x: Tensor, round: Round) -> State:
+        if round.may_sleep:
+            raise CadenError("`newton_tracking` needs everyone awake: set `participation` to 1.")
+        apart = x - round.broadcast(x).mix()
+        value, gradient = round.problem.value_and_grad(x)
+        return State(x, gradient + alpha * apart, apart, value, gradient)
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        x = state.x - conjugate_gradients(round.problem, state.x, 0 * round.degree + eps, state.r)
+        apart = x - round.broadcast(x).mix()
+        value, gradient = round.problem.value_and_grad(x)
+        r = state.r + gradient - state.gradient + alpha * (2 * apart - state.apart)
+        return State(x, r, apart, value, gradient), Info(value, gradient)
+
+    return Method(init, step, "newton_tracking")
