@@ -23,7 +23,7 @@ def keep_freed_memory() -> bool:
     """Ask glibc to keep freed blocks instead of handing them back to the system at once; True if it listens.
 
     A round makes and drops dozens of tensors of k x d numbers. Returned and fetched again each time, page by page, they
-    cost about as much as the arithmetic done on them. CADEN_MALLOC=system leaves the allocator alone.
+    cost a visible part of the round. CADEN_MALLOC=system leaves the allocator alone.
     """
     if os.environ.get("CADEN_MALLOC") == "system":
         return False
