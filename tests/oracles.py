@@ -378,3 +378,138 @@ def splitting(x, edges, A, b, awake, alpha, order, eps=None):
             q = np.where(on, q + alpha * apart, q)
         out.append(x.copy())
     return out
+
+
+def prox_diffusion(x, edges, grad, alpha, l1, awake):
+    x, q, out = x.copy(), np.zeros_like(x), []
+    for mask in awake:
+        on = mask[:, None]
+        z = np.where(on, x - alpha * stacked(grad, x) - q, x)
+        mixed = (z + metropolis(edges, mask) @ z) / 2
+        x = np.where(on, np.where(abs(mixed) > alpha * l1, mixed - alpha * l1 * np.sign(mixed), 0), x)
+        q = q + z - mixed
+        out.append(x.copy())
+    return out
+
+
+def gt_lbfgs(x, edges, grad, curvature, alpha, eps, memory, awake):
+    """Gradient tracking along two-loop directions, with Powell's damping in its usual form."""
+    x, out = x.copy(), []
+    G = stacked(grad, x)
+    g, pairs = G.copy(), [[] for _ in x]
+    for mask in awake:
+        W, old, p = metropolis(edges, mask), x, np.zeros_like(x)
+        for i in np.flatnonzero(mask):
+            gamma = 1 / (eps + curvature[i])
+            if pairs[i]:
+                s, y = pairs[i][-1]
+                gamma = (s @ y) / (y @ y)
+            p[i] = -two_loop(pairs[i], g[i], gamma)
+        x = W @ (old + alpha * p)
+        new = np.where(mask[:, None], stacked(grad, x), G)
+        g = W @ (g + new - G)
+        for i in np.flatnonzero(mask):
+            s = x[i] - old[i]
+            y, B = new[i] - G[i] + eps * s, eps * np.eye(len(s))
+            if s @ y < 0.25 * s @ B @ s:
+                theta = 0.75 * (s @ B @ s) / (s @ B @ s - s @ y)
+                y = theta * y + (1 - theta) * B @ s
+            pairs[i] = [*pairs[i], (s, y)][-memory:]
+        G = new
+        out.append(x.copy())
+    return out
+
+
+def druid_lbfgs(x, edges, A, b, mu, eps, memory, awake):
+    """One quasi-Newton step on the whole block a round, CADEN's half-step rule on the edges."""
+    grad, pairs = gradient(A, b), [[] for _ in x]
+
+    def step(i, v, linear, quadratic):
+        shift = quadratic + eps
+        gamma = 1 / shift
+        known = [(s, f + shift * s) for s, f in pairs[i]]
+        if known:
+            s, y = known[-1]
+            gamma = (s @ y) / (y @ y)
+        new = v - two_loop(known, grad(i, v) + linear + quadratic * v, gamma)
+        pairs[i] = [*pairs[i], (new - v, grad(i, new) - grad(i, v))][-memory:]
+        return new
+
+    return [v for v, _ in caden_half_steps(x, edges, step, mu, mu, 0.5, awake)]
+
+
+def fista(A, b, steps, step):
+    """Beck and Teboulle's constant-step scheme on f_i(v) + linear.v + quadratic/2 |v|^2, from v."""
+
+    def solve(i, v, linear, quadratic):
+        old, w, t = v, v, 1.0
+        for _ in range(steps):
+            new = w - step * (A[i] @ w - b[i] + linear + quadratic * w)
+            after = (1 + np.sqrt(1 + 4 * t**2)) / 2
+            w, old, t = new + (t - 1) / after * (new - old), new, after
+        return old
+
+    return solve
+
+
+def dino(x, A, b, theta, phi, rho, rounds):
+    x, d, out = x.mean(axis=0), x.shape[1], []
+    H, c = A.mean(axis=0), b.mean(axis=0)
+    for _ in range(rounds):
+        g = H @ x - c
+        p = np.zeros(d)
+        for Ai in A:
+            v = np.linalg.lstsq(np.vstack([Ai, phi * np.eye(d)]), np.r_[g, np.zeros(d)], rcond=None)[0]
+            if v @ g < theta * g @ g:
+                w = np.linalg.solve(Ai @ Ai + phi**2 * np.eye(d), g)
+                v = v + (theta * g @ g - v @ g) / (w @ g) * w
+            p -= v / len(A)
+        length, f = 1.0, lambda z: z @ H @ z / 2 - c @ z
+        slack = 10 * np.finfo(float).eps * abs(f(x))
+        while f(x + length * p) > f(x) + slack + length * rho * p @ g:
+            length /= 2
+        x = x + length * p
+        out.append(x)
+    return out
+
+
+def c2eden(x, A, b, alpha, step, rounds):
+    """`step(g, H)` after the first d rounds; on quadratics the Hessian is the same at every snapshot."""
+    x, d, out = x.mean(axis=0), x.shape[1], []
+    H, c = A.mean(axis=0), b.mean(axis=0)
+    for t in range(rounds):
+        g = H @ x - c
+        x = x - alpha * g if t < d else x + step(g, H)
+        out.append(x)
+    return out
+
+
+def dual_newton(x, edges, A, b, rounds, step):
+    """Newton on the dual function of Lap x = 0, with a dense pseudo-inverse."""
+    agents, d = x.shape
+    Lap = np.zeros((agents, agents))
+    for i, j in edges:
+        Lap[[i, j], [i, j]] += 1
+        Lap[[i, j], [j, i]] -= 1
+    big, l, out = np.kron(Lap, np.eye(d)), np.zeros(agents * d), []
+    inverse = np.zeros((agents * d, agents * d))
+    for i in range(agents):
+        inverse[i * d : (i + 1) * d, i * d : (i + 1) * d] = np.linalg.inv(A[i])
+    for _ in range(rounds):
+        v = inverse @ (b.ravel() - big @ l)
+        out.append(v.reshape(agents, d))
+        l = l + step * np.linalg.pinv(big @ inverse @ big, rcond=1e-10) @ big @ v  # gradient Lap x over -Hessian
+    return out
+
+
+def accelerate(z, F, q, rounds):
+    """Zhou, Alexander and Lange on a map of vectors; the state after every evaluation of F."""
+    U, V, out = [], [], []
+    for _ in range(rounds // 2):
+        first = F(z)
+        second = F(first)
+        U, V = [*U, first - z][-q:], [*V, second - first][-q:]
+        u, v = np.array(U).T, np.array(V).T
+        z = first - v @ np.linalg.solve(u.T @ u - u.T @ v, u.T @ (z - first))
+        out += [first, z]
+    return out

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from caden import CadenError
 from caden.config import experiment
+from caden.methods import METHODS
 
 QUICK = ["--set", "rounds=3", "--set", "problem.agents=5", "--set", "graph.name=ring", "--set", "warmup.steps=2"]
 SMALL = 'rounds = {rounds}\n[problem]\nname = "quadratic"\nagents = 6\ndim = 3\n[graph]\nname = "ring"\n{extra}'
@@ -369,3 +370,12 @@ def test_killed_many_times(tmp_path):
         kills += _killed_and_resumed(folder, [rng.uniform(0, 0.7) for _ in range(8)])
         _same_bytes(folder / "cut", folder / "whole")
     assert kills >= 10
+
+
+def test_list_methods_says_what_each_does_about_sleepers(call):
+    listed = json.loads(call("list", "methods", "--json")[1])["methods"]
+    assert set(listed) == set(METHODS)
+    for name, entry in listed.items():
+        assert entry["sleeping"].startswith("Sleeping agents: "), name
+    assert "refused" in listed["newton_tracking"]["sleeping"]
+    assert "half-step" in listed["dlm"]["sleeping"]

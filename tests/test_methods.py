@@ -10,7 +10,7 @@ import caden
 import oracles
 from caden import methods
 from caden.schedules import Draw
-from caden.solvers import exact, gd
+from caden.solvers import agd, exact, gd
 from conftest import masks, scheduled
 
 ROUNDS, STEPS = 30, 3
@@ -52,6 +52,11 @@ def chebyshev_matrix(edges, degree):
         return vectors @ np.diag(series(values / rho) / series(1 / rho)) @ vectors.T @ v
 
     return mix
+
+
+def curvature(problem, x):
+    """What the library finds without a warm-up; only the first step uses it."""
+    return caden.theory.smoothness(problem, torch.tensor(x)).numpy()
 
 
 def coins(rounds):
@@ -132,6 +137,22 @@ def cases(problem, edges):
         "esom": (methods.esom(0.5, 0, 0.4), lambda x, m: oracles.splitting(x, edges, A, b, m, 0.5, 0, 0.4)),
         "esom 2": (methods.esom(0.5, 2, 0.4), lambda x, m: oracles.splitting(x, edges, A, b, m, 0.5, 2, 0.4)),
         "network_newton": (methods.network_newton(0.2, 1), lambda x, m: oracles.splitting(x, edges, A, b, m, 0.2, 1)),
+        "adapd agd": (
+            methods.adapd(2.0, solver=agd(step=0.2)),
+            lambda x, m: oracles.adapd(x, edges, oracles.fista(A, b, STEPS, 0.2), grad, 2.0, m),
+        ),
+        "druid lbfgs": (
+            methods.druid(0.4, "lbfgs", eps=0.5),
+            lambda x, m: oracles.druid_lbfgs(x, edges, A, b, 0.4, 0.5, 10, m),
+        ),
+        "gt_lbfgs": (
+            methods.gt_lbfgs(0.2, 0.3, memory=4),
+            lambda x, m: oracles.gt_lbfgs(x, edges, grad, curvature(problem, x), 0.2, 0.3, 4, m),
+        ),
+        "prox_diffusion": (
+            methods.prox_diffusion(0.3, 0.05),
+            lambda x, m: oracles.prox_diffusion(x, edges, grad, 0.3, 0.05, m),
+        ),
         "druid newton": (
             methods.druid(0.4, "newton", eps=0.5),
             lambda x, m: [v for v, _ in half(x, edges, newton_step(0.5), 0.4, 0.4, 0.5, m)],
@@ -154,7 +175,7 @@ def test_method_equals_its_textbook_loop(setting, name, p):
         np.testing.assert_allclose(x, x_ref, atol=1e-10, rtol=0)
 
 
-VECTORS = {"gt": 2, "diging": 2, "kgt": 2, "scaffold": None, "fedavg": None, "fedadmm": None}
+VECTORS = {"gt": 2, "gt_lbfgs": 2, "diging": 2, "kgt": 2, "scaffold": None, "fedavg": None, "fedadmm": None}
 
 
 def test_vectors_per_directed_edge_are_counted_by_the_network(setting):
@@ -199,6 +220,9 @@ EXACT = {
     "druid newton": lambda: methods.druid(0.4, "newton", eps=0.2),
     "druid lbfgs": lambda: methods.druid(0.4, "lbfgs", eps=0.2),
     "proxskip": lambda: methods.proxskip(0.5, 0.5),
+    "adapd agd": lambda: methods.adapd(2.0, solver="agd"),
+    "gt_lbfgs": lambda: methods.gt_lbfgs(0.1, 0.3),
+    "prox_diffusion": lambda: methods.prox_diffusion(0.5, 0.0),
     "esom": lambda: methods.esom(1.0, 0, 0.5),
     "esom 1": lambda: methods.esom(1.0, 1, 0.5),
 }
@@ -313,10 +337,156 @@ def test_newton_tracking_equals_its_textbook_loop_and_is_exact(setting):
     for x, x_ref in zip(found, oracles.newton_tracking(x0, edges, A, b, 0.5, 0.5, ROUNDS), strict=True):
         np.testing.assert_allclose(x, x_ref, atol=1e-10, rtol=0)
     assert error(methods.newton_tracking(0.5, 0.5), setting, 1.0, 700) < 1e-6
-    with pytest.raises(caden.CadenError, match="everyone awake"):
-        error(methods.newton_tracking(0.5, 0.5), setting, 0.5, 3)
     one = caden.simulate(methods.newton_tracking(), problem, graph, rounds=4)
     assert one.history.communications.iloc[-1] == 4 * 2 * len(graph.edges)
+
+
+def rows_of(method, setting, rounds):
+    return iterates(method, setting, masks(12, rounds, 1.0))
+
+
+def assert_rows(found, expected, atol=1e-10):
+    for x, x_ref in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, np.broadcast_to(x_ref, x.shape), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("theta", [1e-4, 1.5])  # the second makes every agent correct its direction
+def test_dino_equals_its_textbook_loop(setting, theta):
+    problem, _, x0, _ = setting
+    A, b = problem.hessian.numpy(), problem.linear.numpy()
+    found = rows_of(methods.dino(theta, 1e-2, tolerance=1e-14), setting, ROUNDS)
+    assert_rows(found, oracles.dino(x0, A, b, theta, 1e-2, 1e-4, ROUNDS))
+
+
+@pytest.mark.parametrize("cubic", [0.0, 0.7])
+def test_c2eden_equals_its_textbook_loop(setting, cubic):
+    from scipy.optimize import minimize
+
+    def step(g, H):
+        if cubic == 0:
+            return -np.linalg.inv(H) @ g
+
+        def model(s):
+            return g @ s + s @ H @ s / 2 + cubic / 6 * np.linalg.norm(s) ** 3
+
+        return minimize(model, -g, method="Nelder-Mead", options={"xatol": 1e-12, "fatol": 1e-16, "maxfev": 20000}).x
+
+    problem, _, x0, _ = setting
+    A, b = problem.hessian.numpy(), problem.linear.numpy()
+    rounds = ROUNDS if cubic == 0 else 8
+    found = rows_of(methods.c2eden(0.3, cubic), setting, rounds)
+    assert_rows(found, oracles.c2eden(x0, A, b, 0.3, step, rounds), 1e-10 if cubic == 0 else 1e-6)
+
+
+def test_cubic_step_is_stationary_also_for_indefinite_matrices():
+    from caden.methods._c2eden import cubic_step
+
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        H, g = torch.randn(5, 5, dtype=torch.float64, generator=rng), torch.randn(5, dtype=torch.float64, generator=rng)
+        H = H + H.mT
+        s = cubic_step(g, H, 0.3)
+        matrix = H + 0.15 * s.norm() * torch.eye(5, dtype=torch.float64)
+        assert (g + matrix @ s).norm() < 1e-9 * matrix.norm() * s.norm()
+        assert torch.linalg.eigvalsh(matrix)[0] > -1e-9  # a global minimiser, by the theory of cubic models
+
+
+@pytest.mark.parametrize("step", [1.0, 0.4])
+def test_tutunov_equals_newton_on_the_dual(setting, step):
+    problem, _, x0, edges = setting
+    A, b = problem.hessian.numpy(), problem.linear.numpy()
+    found = rows_of(methods.tutunov(step, exchanges=80), setting, ROUNDS)
+    assert_rows(found, oracles.dual_newton(x0, edges, A, b, ROUNDS, step), 1e-9)
+
+
+def test_tutunov_counts_every_exchange(setting):
+    problem, graph, _, _ = setting
+    result = caden.simulate(methods.tutunov(exchanges=7), problem, graph, rounds=2)
+    assert result.history.communications.iloc[-1] == 2 * 2 * len(graph.edges) * (7 * (4 + 2) + 1)
+
+
+@pytest.mark.parametrize("secants", [1, 3])
+def test_acceleration_equals_its_textbook_loop(setting, secants):
+    """On DGD, whose state is x alone and whose round is an affine map."""
+    problem, _, x0, edges = setting
+    A, b = problem.hessian.numpy(), problem.linear.numpy()
+    W = oracles.metropolis(edges, np.ones(12, bool))
+    grad = oracles.gradient(A, b)
+
+    def F(z):
+        x = z.reshape(12, 4)
+        return (W @ x - 0.1 * oracles.stacked(grad, x)).ravel()
+
+    found = rows_of(methods.accelerated(methods.dgd(0.1), secants), setting, 16)
+    assert_rows(found, [z.reshape(12, 4) for z in oracles.accelerate(x0.ravel(), F, secants, 16)], 1e-9)
+
+
+@pytest.mark.parametrize("name", ["caden", "gt", "adapd", "exact_diffusion", "radmm"])
+def test_acceleration_keeps_the_limit_and_needs_fewer_rounds(setting, name):
+    problem, graph, _, _ = setting
+    base = {"caden": lambda: methods.caden(0.2, solver=exact()), "radmm": lambda: methods.radmm(0.2, solver=exact())}
+    make = base.get(name) or EXACT[name]
+    took = {}
+    for kind, method in (("plain", make()), ("accelerated", methods.accelerated(make()))):
+        result = caden.simulate(method, problem, graph, 900, tolerance=1e-16)
+        assert (result.x - problem.solution).norm(dim=1).max() < 1e-6
+        took[kind] = result.history["round"].iloc[-1]
+    if name != "adapd":  # which does not gain here
+        assert took["accelerated"] < 0.8 * took["plain"], took
+
+
+def test_acceleration_keeps_the_sum_of_duals(setting):
+    problem, graph, x0, _ = setting
+    sums = []
+    caden.simulate(
+        methods.accelerated("caden"),
+        problem,
+        graph,
+        40,
+        x0=torch.tensor(x0),
+        callbacks=[lambda row, state: sums.append(state.inner.phi.sum(0).abs().max())],
+    )
+    assert max(sums) < 1e-10
+
+
+def test_prox_diffusion_solves_the_lasso(setting):
+    """Against coordinate-wise optimality of mean f + l1 |x|_1, with sleeping agents."""
+    problem, graph, _, _ = setting
+    l1 = 0.3
+    for participation, rounds in ((1.0, 800), (0.5, 2500)):
+        result = caden.simulate(
+            methods.prox_diffusion(0.5, l1), problem, graph, rounds, participation=participation, record_every=rounds
+        )
+        x = result.mean
+        g = (problem.hessian @ x - problem.linear).mean(0)
+        assert (result.x - x).abs().max() < 1e-9
+        assert 0 < (x == 0).sum() < 4
+        torch.testing.assert_close(g[x != 0], -l1 * x[x != 0].sign(), atol=1e-9, rtol=0)
+        assert (g[x == 0].abs() <= l1).all()
+
+
+def test_prox_diffusion_without_a_regulariser_is_exact_diffusion(setting):
+    awake = masks(12, ROUNDS, 0.5, seed=3)
+    ours = iterates(methods.prox_diffusion(0.3, 0.0), setting, awake)
+    np.testing.assert_array_equal(ours, iterates(methods.exact_diffusion(0.3), setting, awake))
+
+
+def test_small_dimension_methods_refuse_large_ones_with_the_memory_they_need():
+    problem = caden.problems.PROBLEMS["classification"](agents=20, hidden=500, batching="vmap")
+    graph = caden.graphs.ring(20)
+    size = {"c2eden": 2, "tutunov": 20}
+    for name, matrices in size.items():
+        with pytest.raises(caden.CadenError, match=f"{matrices * problem.dim**2 * 4 / 1e9:,.1f} GB"):
+            caden.simulate(methods.METHODS[name](), problem, graph, 1)
+
+
+@pytest.mark.parametrize("name", ["accelerated", "admm_edges", "c2eden", "dino", "newton_tracking", "tutunov"])
+def test_methods_that_need_everyone_refuse_sleepers(setting, name):
+    problem, graph, _, _ = setting
+    method = methods.METHODS[name](**({"mu_z": 0.4} if name == "admm_edges" else {}))
+    for option in ({"participation": 0.5}, {"links": 0.5}):
+        with pytest.raises(caden.CadenError, match="everyone awake"):
+            caden.simulate(method, problem, graph, 1, **option)
 
 
 def test_led_with_one_step_is_exact_diffusion(setting):
@@ -348,7 +518,9 @@ def test_bad_parameters(make, message):
         make()
 
 
-NETWORKS = [name for name in methods.METHODS if name not in ("admm_edges", "esom", "network_newton", "newton_tracking")]
+# Not meant for networks: exact solves of quadratics, convex f_i, ill-conditioned inverses, or matrices of d x d.
+SMALL = ("admm_edges", "c2eden", "dino", "esom", "network_newton", "newton_tracking", "tutunov")
+NETWORKS = [name for name in methods.METHODS if name not in SMALL]
 
 
 @pytest.fixture(scope="module")

@@ -219,6 +219,16 @@ def _about(thing: str | Callable[..., Any]) -> tuple[str, str]:
     return ", ".join(parameters), (inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " ")
 
 
+def _policy(method: Callable[..., Any]) -> str:
+    """What a method does about silent neighbours: the sentence of its module that begins "Sleeping agents:"."""
+    for module in (method.__module__, "caden.methods._caden"):  # what has no module of its own is a form of CADEN
+        for paragraph in (sys.modules[module].__doc__ or "").split("\n\n"):
+            _, found, policy = " ".join(paragraph.split()).partition("Sleeping agents: ")
+            if found:
+                return f"Sleeping agents: {policy}"
+    return ""
+
+
 @app.command("list")
 def list_(
     kind: Annotated[str, typer.Argument(metavar="[KIND]")] = "all",
@@ -234,16 +244,19 @@ def list_(
     kinds = list(KINDS) if kind == "all" else [choose("kind", kind, KINDS)]
     found = {k: {name: _about(thing) for name, thing in sorted(KINDS[k].items())} for k in kinds}
     if as_json:
-        listed = {
+        listed: dict[str, dict[str, dict[str, str]]] = {
             k: {n: {"parameters": p, "about": a} for n, (p, a) in entries.items()} for k, entries in found.items()
         }
+        for name, entry in listed.get("methods", {}).items():
+            entry["sleeping"] = _policy(METHODS[name])
         print(json.dumps(listed))
         return
     console = Console()
     for title, entries in found.items():
         table = Table("name", "what it is", title=title, title_justify="left", expand=True, show_lines=True)
         for name, (parameters, about) in entries.items():
-            table.add_row(name, about + (f"\n[dim]{parameters}[/dim]" if parameters else ""))
+            policy = f"\n{_policy(METHODS[name])}" if title == "methods" else ""
+            table.add_row(name, about + policy + (f"\n[dim]{parameters}[/dim]" if parameters else ""))
         console.print(table)
 
 

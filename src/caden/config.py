@@ -27,7 +27,7 @@ from caden.core import Method, Problem
 from caden.errors import CadenError, choose, whole
 from caden.graphs import GRAPHS, Graph
 from caden.history import Result
-from caden.messages import Loss
+from caden.messages import Messages
 from caden.methods import METHODS
 from caden.problems import PROBLEMS
 from caden.registry import Factory, factory, load_object, make, parameters
@@ -69,6 +69,7 @@ class Experiment(BaseModel):
     graph: dict[str, Any] = {}
     warmup: dict[str, Any] = {}
     messages: dict[str, Any] = {}
+    links: float | list[float] | dict[str, Any] = 1.0
     compare: dict[str, dict[str, Any]] = {}  # parameters of the methods that `caden compare` runs beside this one
 
     def to_toml(self) -> str:
@@ -138,6 +139,7 @@ class Experiment(BaseModel):
             seed=self.seed,
             warmup=self.warmup or None,
             messages=self.messages or None,
+            links=schedules.from_spec(self.links),
             record_every=self.record_every,
             target=self.target,
             stop_at_target=self.stop_at_target,
@@ -209,7 +211,7 @@ def experiment(
     whole("seed", found.seed)
     for name in found.warmup:
         choose("key", f"warmup.{name}", [f"warmup.{field}" for field in Warmup._fields])
-    Loss.from_spec(found.messages)
+    Messages.from_spec(found.messages)
     for kind, registry in REGISTRIES.items():
         factory(kind, registry, getattr(found, kind), HIDDEN)
     return found

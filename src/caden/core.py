@@ -22,7 +22,7 @@ class Edges(NamedTuple):
 
     first: Tensor  # (e,) row of one end
     second: Tensor  # (e,) row of the other end
-    awake_first: Tensor  # (e, 1) bool: that end is awake this round
+    awake_first: Tensor  # (e, 1) bool: that end is awake this round, and the link is up
     awake_second: Tensor  # (e, 1) bool
     agents: int  # rows hosted
 
@@ -80,7 +80,7 @@ class Round(NamedTuple):
     problem: Problem  # the hosted agents' functions
     edges: Edges
     graph: Graph  # facts that every agent may know: size, degrees, spectrum
-    may_sleep: bool  # False: everyone is awake in every round of this run
+    may_sleep: bool  # False: everyone is awake and every link is up in every round of this run
     curvature: Tensor | None  # (k,) what warm-up learnt of each agent's Lipschitz constant
     broadcast: Callable[[Tensor], Heard]  # awake agents send their row once to all neighbours
     exchange: Callable[[Tensor], tuple[Tensor, Tensor]]  # arc messages -> what reached each arc's owner, and whether

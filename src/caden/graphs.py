@@ -134,6 +134,17 @@ def from_edges(edges: Iterable[Sequence[int]], agents: int | None = None, name: 
     return Graph(count, array, name)
 
 
+def union(graphs: Sequence[Graph]) -> Graph:
+    """All edges of several graphs on the same agents: the graph of a run whose `links` goes through them.
+
+    >>> union([from_edges([(0, 1), (1, 2)]), from_edges([(0, 2), (1, 2)])]).edges.tolist()
+    [[0, 1], [0, 2], [1, 2]]
+    """
+    if len({graph.agents for graph in graphs}) != 1:
+        raise CadenError("`union` needs graphs with equally many agents.")
+    return from_edges([edge for graph in graphs for edge in graph.edges.tolist()], graphs[0].agents, "union")
+
+
 def from_networkx(graph: nx.Graph[Any], name: str = "networkx") -> Graph:
     """A graph from networkx; its nodes become agents 0..m-1 in the order in which networkx lists them."""
     if graph.is_directed():

@@ -14,8 +14,8 @@ from torch import Tensor
 from caden.core import Edges, Heard, Problem, Round
 from caden.errors import CadenError
 from caden.graphs import Graph
-from caden.messages import Loss, LossyHeard
-from caden.schedules import Draw
+from caden.messages import ArcHeard, Messages
+from caden.schedules import Draw, Links
 
 _SLICE = 1 << 24  # elements of an edge temporary; wider rows are handled in slices of columns
 
@@ -24,10 +24,10 @@ class StackedHeard(NamedTuple):
     """`core.Heard` for rows that all lie in memory."""
 
     rows: Tensor  # (m, d) what each agent handed in
-    sent: Tensor | None  # (m, d) what each agent last sent; None if somebody asleep never sent anything
+    sent: Tensor | None  # (m, d) what all know of each agent; None if somebody asleep never sent anything
     edges: Edges
 
-    def _last(self) -> Tensor:
+    def _known(self) -> Tensor:
         if self.sent is None:
             raise CadenError("A sleeper has not sent anything yet: the method must make this broadcast in `init` too.")
         return self.sent
@@ -47,24 +47,33 @@ class StackedHeard(NamedTuple):
         return out
 
     def laplacian(self) -> Tensor:
-        return self._edge_sum(self._last())
+        return self._edge_sum(self._known())
 
     def mix(self, weights: Tensor | None = None) -> Tensor:
         """W v with w_ij on edges whose ends are both awake, the rest of each row's weight on itself.
 
         `weights` (e,) defaults to Metropolis weights of the awake subgraph, 1 / (1 + max of the awake degrees).
         """
-        return self.rows - self._edge_sum(self.rows, self.edges.mixing(self.rows, weights))
+        known = self.rows if self.sent is None else self.sent  # the same on edges that count, unless compressed
+        return self.rows - self._edge_sum(known, self.edges.mixing(self.rows, weights))
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        rows = self._last()
+        rows = self._known()
         return rows[self.edges.first], rows[self.edges.second]
 
 
 class Stacked:
-    """The network of a simulation: hands out rounds, keeps sleepers' last rows, counts what is sent."""
+    """The network of a simulation: hands out rounds, keeps what agents know of each other, counts what is sent."""
 
-    def __init__(self, graph: Graph, problem: Problem, draw: Draw, may_sleep: bool, loss: Loss | None = None):
+    def __init__(
+        self,
+        graph: Graph,
+        problem: Problem,
+        draw: Draw,
+        may_sleep: bool,
+        messages: Messages | None = None,
+        links: Links | None = None,
+    ):
         if graph.agents != problem.agents:
             raise CadenError(f"The graph has {graph.agents} agents but the problem has {problem.agents}.")
         if graph.agents < 2:
@@ -72,10 +81,13 @@ class Stacked:
         device = problem.device
         self.first = torch.from_numpy(graph.edges[:, 0].copy()).to(device)
         self.second = torch.from_numpy(graph.edges[:, 1].copy()).to(device)
-        self._graph, self._draw, self._loss = graph, draw, loss
+        self._graph, self._draw, self._links = graph, draw, links
+        self._messages = messages or Messages()
+        if links is not None and self._messages.compressed:
+            raise CadenError("Compressed differences must all arrive: without `links`.")
         self._degree = torch.from_numpy(graph.degrees.copy()).to(device, problem.dtype).unsqueeze(1)
-        self.may_sleep = may_sleep
-        self.last: dict[str, Tensor] = {}  # the sleepers' last broadcasts, by position in the round
+        self.may_sleep = may_sleep or links is not None
+        self.known: dict[str, Tensor] = {}  # what agents know of each other, by position in the round
         self.numbers_sent = 0
         self.bytes = 0
         self._dim = problem.dim
@@ -86,59 +98,121 @@ class Stacked:
         whole, rest = divmod(self.numbers_sent, self._dim)
         return whole if rest == 0 else self.numbers_sent / self._dim
 
+    def _deliver(
+        self, channel: str, number: int, index: int, messages: Tensor, spoke: Tensor, before: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Arc by arc: the newest message that its owner has, and whether one came in this round.
+
+        `messages` (2e, d) is what peers say now where they `spoke` (2e, 1); `before` holds if none ever came.
+        """
+        model, arcs = self._messages, len(messages)
+        if index < 0:
+            self.known[channel] = messages
+            return messages, spoke
+        through = spoke & model.arrives(self._draw, index, number, arcs).to(spoke.device)
+        known, came = self.known.get(channel, before), torch.zeros_like(spoke)
+        if model.delay == 0:
+            self.known[channel] = torch.where(through, messages, known)
+            return self.known[channel], through
+        late = model.takes(self._draw, index, number, arcs).to(spoke.device)
+        depth = model.delay + 1
+        queue = self.known.setdefault(f"{channel}.queue", messages.new_zeros(depth, arcs, messages.shape[1]))
+        due = self.known.setdefault(f"{channel}.due", torch.full((depth, arcs, 1), -1, device=spoke.device))
+        newest = self.known.get(f"{channel}.newest", torch.full((arcs, 1), -1, device=spoke.device))
+        sent = self.known.setdefault(f"{channel}.sent", torch.full((depth,), -1, device=spoke.device))
+
+        def collect(slot: int) -> None:
+            nonlocal known, came, newest
+            hit = (due[slot] >= 0) & (due[slot] <= index)
+            due[slot] = torch.where(hit, -1, due[slot])
+            hit &= sent[slot] > newest
+            known, newest, came = torch.where(hit, queue[slot], known), torch.where(hit, sent[slot], newest), came | hit
+
+        for slot in sent.argsort().tolist():
+            collect(slot)
+        here = index % depth
+        queue[here], due[here], sent[here] = messages, torch.where(through, index + late, -1), index
+        collect(here)
+        self.known[channel], self.known[f"{channel}.newest"] = known, newest
+        return known, came
+
     def round(
         self, index: int, active: Tensor, work: Tensor, problem: Problem, curvature: Tensor | None = None
     ) -> Round:
         """The context of one round; `active` (m,) bool, `work` (m,)."""
+        model, by_arc = self._messages, self._messages.unreliable or self._links is not None
         awake = active.to(problem.device).unsqueeze(1)  # (m, 1)
-        edges = Edges(self.first, self.second, awake[self.first], awake[self.second], self._graph.agents)
+        first, second = awake[self.first], awake[self.second]
+        if self._links is not None and index >= 0:
+            up = self._links(index).to(problem.device).unsqueeze(1)
+            first, second = first & up, second & up
+        edges = Edges(self.first, self.second, first, second, self._graph.agents)
+        spoke = torch.cat([second, first])  # (2e, 1) bool at each arc's owner: its peer speaks
+        sending = int(spoke.sum())
         everyone = bool(active.all())
-        sending = int(self._graph.degrees[active.numpy()].sum())  # directed edges whose tail is awake
-        broadcasts = 0
+        exchanges = 0
 
-        def count(directed_edges: int, numbers: int, itemsize: int) -> None:
+        def count(messages: int, numbers: int, size: int) -> None:
             if index >= 0:
-                self.numbers_sent += directed_edges * numbers
-                self.bytes += directed_edges * numbers * itemsize
+                self.numbers_sent += messages * numbers
+                self.bytes += messages * size
 
-        def arrivals(number: int) -> Tensor:
-            """(2e, 1) bool at each arc's owner: the peer was awake and its message got through."""
-            arrived = torch.cat([edges.awake_second, edges.awake_first])
-            if self._loss is not None and index >= 0:
-                through = self._loss.arrives(self._draw, index, number, len(arrived))
-                arrived = arrived & through.to(arrived.device)
-            return arrived
+        def encode(channel: str, rows: Tensor, speaking: Tensor, messages: int) -> Tensor:
+            """What everybody knows of the rows after they were sent, compressed if that is the model."""
+            width, size = rows.shape[1], rows.shape[1] * rows.element_size()
+            if not model.compressed:
+                count(messages, width, size)
+                return rows
+            before = self.known.get(f"{channel}.public")
+            if before is None:
+                count(messages, width, size)
+                public = torch.where(speaking, rows, 0)
+            else:
+                count(messages, width, model.size(width, rows.element_size()))
+                public = torch.where(speaking, before + model.compress(rows - before), before)
+            self.known[f"{channel}.public"] = public
+            return public
+
+        def number() -> int:
+            nonlocal exchanges
+            exchanges += 1
+            return exchanges - 1
 
         def broadcast(rows: Tensor) -> Heard:
-            nonlocal broadcasts
-            number, channel, broadcasts = broadcasts, f"broadcast{broadcasts}", broadcasts + 1
-            count(sending, rows.shape[1], rows.element_size())
-            if self._loss is not None:
-                peers, arrived = rows[torch.cat([self.second, self.first])], arrivals(number)
-                own = rows[edges.owner()]  # of a peer that was never heard an agent knows nothing but itself
-                self.last[channel] = torch.where(arrived, peers, self.last.get(channel, own))
-                if index < 0:
-                    return StackedHeard(rows, rows, edges)
-                awake_owner = torch.cat([edges.awake_first, edges.awake_second])
-                return LossyHeard(rows, self.last[channel], arrived & awake_owner, edges)
-            if not self.may_sleep:
-                return StackedHeard(rows, rows, edges)
+            turn = number()
+            channel = f"broadcast{turn}"
+            public = encode(channel, rows, awake, sending)
+            if by_arc:
+                peers, own = rows[torch.cat([self.second, self.first])], rows[edges.owner()]
+                # Of a peer that was never heard an agent knows nothing but itself.
+                known, came = self._deliver(channel, turn, index, peers, spoke, own)
+                fresh = came & torch.cat([first, second])
+                return ArcHeard(rows, known, fresh, edges, agreed=index < 0 or not model.unreliable)
+            if not self.may_sleep or model.compressed:
+                return StackedHeard(rows, public, edges)
             if everyone:
-                self.last[channel] = rows.clone()
-            elif channel in self.last:
-                self.last[channel] = torch.where(awake, rows, self.last[channel])
-            return StackedHeard(rows, self.last.get(channel), edges)
+                self.known[channel] = rows.clone()
+            elif channel in self.known:
+                self.known[channel] = torch.where(awake, rows, self.known[channel])
+            return StackedHeard(rows, self.known.get(channel), edges)
 
         def exchange(messages: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal broadcasts
-            number, broadcasts = broadcasts, broadcasts + 1
+            turn = number()
             half = len(self.first)  # arc e is owned by first[e], arc e + half by second[e]: the reverse of the other
-            count(sending, messages.shape[1], messages.element_size())
-            return torch.cat([messages[half:], messages[:half]]), arrivals(number)
+            speaking = torch.cat([first, second])
+            messages = encode(f"exchange{turn}", messages, speaking, sending)
+            received = torch.cat([messages[half:], messages[:half]])
+            if not model.unreliable:
+                return received, spoke
+            return self._deliver(f"exchange{turn}", turn, index, received, spoke, received)
 
         def average(rows: Tensor) -> Tensor:
+            if model.unreliable or model.compressed or self._links is not None:
+                raise CadenError(
+                    "This method averages through a server, not over the graph: use no `messages` or `links`."
+                )
             chosen = rows[active.to(rows.device)]
-            count(2 * len(chosen), rows.shape[1], rows.element_size())  # up to the server and down again
+            count(2 * len(chosen), rows.shape[1], rows.shape[1] * rows.element_size())  # up to the server, down again
             return chosen.mean(0)
 
         def maximum(values: Tensor) -> Tensor:
@@ -170,9 +244,9 @@ class Stacked:
 
     def buffers(self) -> dict[str, Tensor]:
         """What a checkpoint must hold."""
-        return dict(self.last)
+        return dict(self.known)
 
     def restore(self, buffers: dict[str, Tensor], numbers_sent: int, sent_bytes: int) -> None:
         """Take back what `buffers` gave."""
-        self.last = {name: rows.to(self.first.device) for name, rows in buffers.items()}
+        self.known = {name: rows.to(self.first.device) for name, rows in buffers.items()}
         self.numbers_sent, self.bytes = numbers_sent, sent_bytes

@@ -18,12 +18,12 @@ from caden.core import Info, Method, Problem
 from caden.errors import CadenError, Diverged, Interrupted, positive, whole
 from caden.graphs import Graph
 from caden.history import Result, Row, RunDirectory
-from caden.messages import Loss
+from caden.messages import Messages
 from caden.metrics import measure
 from caden.network import Stacked
 from caden.parallel import keep_freed_memory
 from caden.progress import ProgressBar
-from caden.schedules import Draw, Participation, Schedule, Workload
+from caden.schedules import Draw, Links, Participation, Schedule, Workload
 
 Callback = Callable[[Row, Any], bool | None]
 _GROWTH = 1e8  # a model whose norm exceeds this many times 1 + the largest at the start has diverged
@@ -61,7 +61,8 @@ def simulate(
     seed: int = 0,
     x0: Tensor | None = None,
     warmup: Warmup | Mapping[str, Any] | None = None,
-    messages: Loss | Mapping[str, Any] | None = None,
+    messages: Messages | Mapping[str, Any] | None = None,
+    links: float | Sequence[float] | Schedule | None = None,
     record_every: int = 1,
     target: float | None = None,
     stop_at_target: bool = False,
@@ -83,7 +84,9 @@ def simulate(
         seed: of all draws; each is a pure function of (seed, label, round, agent).
         x0: (d,) or (m, d) start; by default the model's own parameters, else zeros.
         warmup: local training before round 0, which also estimates each agent's curvature.
-        messages: {"loss": probability, "burst": rounds}: messages that do not arrive; by default all do.
+        messages: what happens to messages, as `messages.Messages` or its fields: {"loss": 0.2}, {"delay": 3}, {"top":
+            0.1}, {"bits": 8}; by default they arrive at once and whole.
+        links: which edges are up: like `participation`, or a schedule (round, draw) -> graph with edges of `graph`.
         record_every: rounds between two rows of the history; the last round is always recorded.
         target: accuracy to reach, for the summary; `stop_at_target` ends the run there.
         tolerance: end the run when the relative error falls below this.
@@ -118,7 +121,14 @@ def simulate(
     draw = Draw(seed, graph.agents)
     awake, workload = Participation(participation, draw), Workload(local_steps, draw)
     counted = Counted(problem)
-    network = Stacked(graph, counted, draw, awake.may_sleep, Loss.from_spec(messages))
+    network = Stacked(
+        graph,
+        counted,
+        draw,
+        awake.may_sleep,
+        Messages.from_spec(messages),
+        Links.from_spec(links, graph, seed),
+    )
     start = _start(problem, x0)
     everyone = torch.ones(graph.agents, dtype=torch.bool)
 

@@ -1,4 +1,4 @@
-"""Who is awake and who does how much: participation and workload, round by round.
+"""Who is awake, which links are up and who does how much, round by round.
 
 Every random draw is a pure function of (seed, label, round, agent): any process can evaluate any draw, and a resumed
 run sees the same ones. A schedule is a function ``(round, draw) -> number or one value per agent``.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from caden.errors import CadenError, whole
+from caden.graphs import Graph
 from caden.registry import make
 
 
@@ -47,7 +48,13 @@ def between(low: int, high: int) -> Schedule:
     return lambda round, draw: low + np.floor(draw.uniform("work", round) * (high - low + 1)).astype(int)
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {"switch": switch, "between": between}
+def in_turn(parts: int) -> Schedule:
+    """Agent (or link) number i is up in the rounds t with t = i modulo `parts`."""
+    whole("parts", parts, least=1)
+    return lambda round, draw: np.arange(draw.agents) % parts == round % parts
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {"switch": switch, "between": between, "in_turn": in_turn}
 
 
 def from_spec(spec: Any) -> Any:
@@ -55,13 +62,13 @@ def from_spec(spec: Any) -> Any:
     return make("schedule", SCHEDULES, spec) if isinstance(spec, dict) else spec
 
 
-def _per_agent(name: str, value: Any, agents: int) -> np.ndarray:
+def _per_agent(name: str, value: Any, agents: int, one: str = "agent") -> np.ndarray:
     array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
     if array.ndim == 0:
         array = np.full(agents, array)
     if array.shape != (agents,):
         raise CadenError(
-            f"`{name}` must be a number or one value per agent ({agents}), got {array.shape[0]} values."
+            f"`{name}` must be a number or one value per {one} ({agents}), got {array.shape[0]} values."
             if array.ndim == 1
             else f"`{name}` must be a number, a sequence or a schedule, got shape {array.shape}."
         )
@@ -73,24 +80,54 @@ def _per_agent(name: str, value: Any, agents: int) -> np.ndarray:
 class Participation:
     """Which agents are awake: a probability, one per agent, or a schedule of either (or of boolean masks)."""
 
+    name, one = "participation", "agent"
+
     def __init__(self, spec: float | Sequence[float] | Schedule, draw: Draw):
         self._draw = draw
         self._schedule: Schedule = spec if callable(spec) else lambda round, draw: spec
         if isinstance(spec, bool):
-            raise CadenError(f"`participation` must be a number, a sequence or a schedule, got {spec}.")
+            raise CadenError(f"`{self.name}` must be a number, a sequence or a schedule, got {spec}.")
         self.may_sleep = callable(spec) or bool((self._probability(0) < 1).any())
 
+    def _value(self, round: int) -> Any:
+        return self._schedule(round, self._draw)
+
     def _probability(self, round: int) -> np.ndarray:
-        value = _per_agent("participation", self._schedule(round, self._draw), self._draw.agents)
+        value = _per_agent(self.name, self._value(round), self._draw.agents, self.one)
         if value.dtype != bool and not ((value > 0) & (value <= 1)).all():
-            raise CadenError(f"`participation` must lie in (0, 1], got {value[~((value > 0) & (value <= 1))][0]}.")
+            raise CadenError(f"`{self.name}` must lie in (0, 1], got {value[~((value > 0) & (value <= 1))][0]}.")
         return value
 
     def __call__(self, round: int) -> Tensor:
         """(m,) bool."""
         value = self._probability(round)
-        awake = value if value.dtype == bool else self._draw.uniform("participation", round) < value
+        awake = value if value.dtype == bool else self._draw.uniform(self.name, round) < value
         return torch.from_numpy(np.ascontiguousarray(awake))
+
+
+class Links(Participation):
+    """Which edges of the graph are up: as for agents, or a schedule (round, draw) -> graph with edges among its own."""
+
+    name, one = "links", "edge"
+
+    def __init__(self, spec: float | Sequence[float] | Schedule, graph: Graph, seed: int):
+        self._graph = graph
+        super().__init__(spec, Draw(seed, len(graph.edges)))
+
+    @classmethod
+    def from_spec(cls, spec: Any, graph: Graph, seed: int) -> Links | None:
+        """None if every edge is up in every round."""
+        found = None if spec is None else cls(spec, graph, seed)
+        return found if found is not None and found.may_sleep else None
+
+    def _value(self, round: int) -> Any:
+        value = super()._value(round)
+        if not isinstance(value, Graph):
+            return value
+        ours, theirs = (g.edges[:, 0] * self._graph.agents + g.edges[:, 1] for g in (self._graph, value))
+        if value.agents > self._graph.agents or not np.isin(theirs, ours).all():
+            raise CadenError("`links` gives a graph with an edge that the graph of the run lacks; see `graphs.union`.")
+        return np.isin(ours, theirs)
 
 
 class Workload:

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
-from caden.errors import CadenError, choose, positive, whole
+from caden.errors import choose, positive, whole
 from caden.methods._first_order import awake, refresh
+from caden.methods._gossip import chebyshev_mix
 
 
 class State(NamedTuple):
@@ -38,17 +38,6 @@ class State(NamedTuple):
     z: Tensor  # (k, d)
     q: Tensor  # (k, d)
     memory: Any
-
-
-def chebyshev(round: Round, x: Tensor, degree: int, rho: float) -> Tensor:
-    """p(W) x with the Chebyshev polynomial of the given degree scaled to p(1) = 1; one broadcast per degree."""
-    old_mu, mu = 1.0, 1 / rho
-    old, new = x, round.broadcast(x).mix()
-    for _ in range(degree - 1):
-        next_mu = 2 / rho * mu - old_mu
-        old, new = new, 2 / rho * mu / next_mu * round.broadcast(new).mix() - old_mu / next_mu * old
-        old_mu, mu = mu, next_mu
-    return new
 
 
 def adapd(
@@ -64,17 +53,10 @@ def adapd(
     local = solvers.from_spec(solver)
     exchanges = degree if variant == "mc" else 1
 
-    def mix(round: Round, x: Tensor) -> Tensor:
-        if exchanges == 1:
-            return round.broadcast(x).mix()
-        if round.graph.agents > 5000:
-            raise CadenError(f'`variant="mc"` needs the spectrum of W; {round.graph.agents} agents are too many.')
-        return chebyshev(round, x, exchanges, _second(round))
-
     def init(x: Tensor, round: Round) -> State:
         zero = x * 0
         memory = local.init(round.problem, x, round.curvature)
-        return State(x, x, zero, zero, mix(round, x), memory)
+        return State(x, x, zero, zero, chebyshev_mix(round, x, exchanges), memory)
 
     def step(state: State, round: Round) -> tuple[State, Info]:
         x0, y, z, memory = state.x0, state.y, state.z, state.memory
@@ -87,14 +69,8 @@ def adapd(
             x, memory, info = local.solve(objective, state.x, round.work, memory)
         new = awake(round, (x + state.q + eta * (y - z)) / 2, x0)
         y = awake(round, y + (x - new) / eta, y)
-        q = awake(round, mix(round, new), state.q)
+        q = awake(round, chebyshev_mix(round, new, exchanges), state.q)
         z = awake(round, z + (new - q) / eta, z)
         return State(x, new, y, z, q, memory), info
 
     return Method(init, step, "adapd")
-
-
-def _second(round: Round) -> float:
-    """Second largest modulus of an eigenvalue of the Metropolis matrix of the whole graph."""
-    values = np.abs(np.linalg.eigvalsh(round.graph.metropolis()))
-    return float(np.sort(values)[-2])

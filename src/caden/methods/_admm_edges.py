@@ -4,7 +4,9 @@
     z_ij     = ( x_i + x_j + (y_ij,i + y_ij,j)/mu_z ) / 2
     y_ij,i  <- y_ij,i + mu_y (x_i - z_ij)
 
-The reference that the agent form is tested against; it needs everyone awake.
+The reference that the agent form is tested against. One vector per directed edge and round.
+
+Sleeping agents: refused; this is the form in which Algorithm 1 was derived, for everyone awake.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
-from caden.errors import CadenError, positive
+from caden.errors import positive
+from caden.methods._dense import must_be_awake
 
 
 class State(NamedTuple):
@@ -34,8 +37,7 @@ def admm_edges(mu_z: float, mu_y: float | None = None, solver: LocalSolver | str
     local = solvers.from_spec(solver)
 
     def init(x: Tensor, round: Round) -> State:
-        if round.may_sleep:
-            raise CadenError("`admm_edges` needs everyone awake: set `participation` to 1.")
+        must_be_awake("admm_edges", round)
         first, second = round.broadcast(x).ends()
         memory = local.init(round.problem, x, round.curvature)
         return State(x, torch.zeros_like(x), (first + second) / 2, x.new_zeros(2 * len(first), x.shape[1]), memory)

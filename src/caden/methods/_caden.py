@@ -16,7 +16,11 @@ and moves them by the half step of whichever end is awake:
     s_e <- s_e + relax (u_i + u_j);   y_e <- y_e + relax mu_y (u_i - u_j)
 
 It is still one broadcast a round, sum phi = 0 by construction, and for relax = 1/2 with everyone awake it is Algorithm
-1. If nobody can ever sleep, the same iterates come from agent variables alone, which is what runs then. `relax` above
+1.
+
+Sleeping agents: with dual="exact" edges move by the half step of whichever end is awake; exact.
+
+If nobody can ever sleep, the same iterates come from agent variables alone, which is what runs then. `relax` above
 1/2 over-relaxes; with mu_y = mu_z the method is the relaxed ADMM of Bastianello, Carli, Schenato and Todescato,
 "Asynchronous distributed optimization over lossy networks via relaxed ADMM", IEEE TAC 66(6), 2021.
 """

@@ -30,7 +30,7 @@ def _one_step(solver: LocalSolver) -> LocalSolver:
 def druid(mu_z: float = 0.1, step: str = "lbfgs", eps: float = 1.0) -> Method:
     """DRUID with penalty `mu_z` and a "gd", "newton" or "lbfgs" step; `eps` covers the curvature that J_i misses."""
     positive("mu_z", mu_z), positive("eps", eps)
-    kinds = {"gd": gd(curvature=eps), "newton": newton(eps=eps), "lbfgs": lbfgs(line_search="none")}
+    kinds = {"gd": gd(curvature=eps), "newton": newton(eps=eps), "lbfgs": lbfgs(line_search="none", eps=eps)}
     solver = kinds[choose("step", step, kinds)]
     return caden(mu_z=mu_z, solver=_one_step(solver))._replace(name="druid")
 

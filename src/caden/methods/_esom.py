@@ -24,7 +24,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import positive, whole
 from caden.methods._first_order import awake, refresh
-from caden.solvers._newton import conjugate_gradients
+from caden.solvers._newton import conjugate_gradients, damped_hessian
 
 
 class State(NamedTuple):
@@ -45,9 +45,10 @@ def _direction(
 ) -> Tensor:
     """The K-term expansion, for D = curvature hess f + diagonal and B = coupling (I - 2 diag(W) + W)."""
     own = _own_weight(round, x)
+    product = damped_hessian(round.problem, x, diagonal / curvature)
 
     def solve(right: Tensor) -> Tensor:
-        return conjugate_gradients(round.problem, x, diagonal / curvature, right / curvature) * round.active
+        return conjugate_gradients(product, right / curvature) * round.active
 
     d = solve(-g)
     for _ in range(order):

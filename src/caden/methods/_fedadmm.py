@@ -6,7 +6,9 @@ heterogeneity", ICDE 2022.
     theta <- theta + 1/m sum over the awake of (change of w_i) + (change of a_i) / rho
 
 The server's step is that of exact ADMM, which keeps theta = mean(w_i + a_i/rho); the authors' step 1/|awake| does not.
-A server method: one vector up and one down per awake agent. Exact with sleeping agents.
+A server method: one vector up and one down per awake agent.
+
+Sleeping agents: the server keeps their last part in its mean; exact.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ decentralized data", AISTATS 2017.
     the server sends theta to the awake agents;  v = theta, `local_steps` gradient steps
     theta <- mean of the awake agents' v
 
-A server method: one vector up and one down per awake agent. Biased when agents differ and take several local steps,
-whoever is awake.
+A server method: one vector up and one down per awake agent.
+
+Sleeping agents: the mean is over those awake. Biased when agents differ and take several local steps, whoever is awake.
 """
 
 from __future__ import annotations

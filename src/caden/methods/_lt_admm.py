@@ -5,8 +5,9 @@ learning", 2024 (local training in relaxed ADMM).
     x_i <- v;  send z_ij - 2 rho x_i to j
     z_ij <- (1 - alpha) z_ij - alpha (what came from j)     where something came
 
-One vector per directed edge and round, a different one for each neighbour. Sleeping agents and lost messages leave arcs
-as they are; exact.
+One vector per directed edge and round, a different one for each neighbour.
+
+Sleeping agents: arcs from which nothing came stay as they are, also when messages are lost; exact.
 """
 
 from __future__ import annotations

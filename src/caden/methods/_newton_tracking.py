@@ -16,8 +16,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import CadenError, positive
-from caden.solvers._newton import conjugate_gradients
+from caden.errors import positive
+from caden.methods._dense import must_be_awake
+from caden.solvers._newton import conjugate_gradients, damped_hessian
 
 
 class State(NamedTuple):
@@ -33,14 +34,13 @@ def newton_tracking(alpha: float = 1.0, eps: float = 1.0) -> Method:
     positive("alpha", alpha), positive("eps", eps)
 
     def init(x: Tensor, round: Round) -> State:
-        if round.may_sleep:
-            raise CadenError("`newton_tracking` needs everyone awake: set `participation` to 1.")
+        must_be_awake("newton_tracking", round)
         apart = x - round.broadcast(x).mix()
         value, gradient = round.problem.value_and_grad(x)
         return State(x, gradient + alpha * apart, apart, value, gradient)
 
     def step(state: State, round: Round) -> tuple[State, Info]:
-        x = state.x - conjugate_gradients(round.problem, state.x, 0 * round.degree + eps, state.r)
+        x = state.x - conjugate_gradients(damped_hessian(round.problem, state.x, eps), state.r)
         apart = x - round.broadcast(x).mix()
         value, gradient = round.problem.value_and_grad(x)
         r = state.r + gradient - state.gradient + alpha * (2 * apart - state.apart)

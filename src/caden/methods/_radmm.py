@@ -7,8 +7,11 @@ z_ij lives at agent i. An awake agent
     sends q_ij = 2 rho x_i - z_ij to neighbour j
     z_ji <- (1 - alpha) z_ji + alpha q_ij     at j, if the message arrives
 
-One vector per directed edge and round, a different one for each neighbour. Exact for convex f under random activation
-and random loss of messages; alpha = 1/2 is plain ADMM and, started at z = rho (x_i + x_j)/2, CADEN with mu_y = mu_z.
+One vector per directed edge and round, a different one for each neighbour. alpha = 1/2 is plain
+ADMM and, started at z = rho (x_i + x_j)/2, CADEN with mu_y = mu_z.
+
+Sleeping agents: arcs from which nothing came stay as they are; exact for convex f under random activation and random
+loss of messages.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ learning", ICML 2020 (option II).
     c_i' = c_i - c + (theta - v) / (K alpha)
     theta <- theta + gamma mean(v - theta);  c <- c + |awake|/m mean(c_i' - c_i)
 
-A server method: two vectors up and two down per awake agent. Exact with sleeping agents.
+A server method: two vectors up and two down per awake agent.
+
+Sleeping agents: the server keeps their last control in its mean; exact.
 """
 
 from __future__ import annotations

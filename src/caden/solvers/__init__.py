@@ -9,15 +9,17 @@ from caden.core import LocalSolver
 from caden.errors import CadenError
 from caden.registry import make
 from caden.solvers._adam import adam
+from caden.solvers._agd import agd
 from caden.solvers._exact import exact
 from caden.solvers._gd import gd
 from caden.solvers._lbfgs import lbfgs
 from caden.solvers._newton import newton
 
-__all__ = ["SOLVERS", "adam", "exact", "from_spec", "gd", "lbfgs", "newton"]
+__all__ = ["SOLVERS", "adam", "agd", "exact", "from_spec", "gd", "lbfgs", "newton"]
 
 SOLVERS: dict[str, Callable[..., LocalSolver]] = {
     "adam": adam,
+    "agd": agd,
     "exact": exact,
     "gd": gd,
     "lbfgs": lbfgs,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
-from caden.errors import CadenError, choose, whole
+from caden.errors import CadenError, choose, number, whole
 from caden.parallel import each
 from caden.solvers._iterate import WIDE, Iterate, Memory, dot, index, norm, pick, start
 
@@ -141,7 +141,7 @@ def direction(pairs: Pairs, rows: Tensor, g: Tensor, rho: Tensor, scale: Tensor)
     return pairs.combine(rows, weights, -gamma.squeeze(2).to(g.dtype) * g)
 
 
-def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True) -> LocalSolver:
+def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True, eps: float = 0.0) -> LocalSolver:
     """A few L-BFGS steps on every agent's subproblem.
 
     An iteration tries the quasi-Newton step at full length; the first ever is a gradient step of 1/(rho_i + L_i). An
@@ -153,11 +153,15 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True) 
         memory: pairs kept per agent.
         line_search: "backtrack" (Armijo with a tolerance of the order of eps |f|) or "none" (take what is finite).
         carry: keep the pairs over rounds.
+        eps: added to the curvature that the quasi-Newton matrix sees, which makes steps shorter; the first one is then
+            1/(rho_i + eps).
     """
     whole("memory", memory, least=1)
     choose("line search", line_search, ("backtrack", "none"))
     if not isinstance(carry, bool):
         raise CadenError(f"`carry` must be true or false, got {carry!r}.")
+    if number("eps", eps) < 0:
+        raise CadenError(f"`eps` must not be negative, got {eps}.")
 
     def init(problem: Problem, x: Tensor, curvature: Tensor | None) -> LBFGSMemory:
         return LBFGSMemory(*start(problem, x, curvature), *no_pairs(x, memory if carry else 0))
@@ -176,8 +180,9 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True) 
             rows = index(live)  # None: all of them
             at = live.nonzero().flatten()
             g = pick(g, rows)
-            scale = now.safe_scale(rows, g)
-            p = direction(pairs, at, g, pick(now.rho, rows), scale)
+            shift = pick(now.rho, rows) + eps
+            scale = 1 / shift if eps > 0 else now.safe_scale(rows, g)
+            p = direction(pairs, at, g, shift, scale)
             slope = dot(g, p)  # (k',) derivative of h along p
             lost = ~(slope < 0)
             if bool(lost.any()):  # not a descent direction, or not a number

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,15 +13,9 @@ from caden.solvers._iterate import Iterate, Memory, dot, index, pick, start
 
 
 def conjugate_gradients(
-    problem: Problem,
-    x: Tensor,
-    shift: Tensor,
-    right: Tensor,
-    rows: Tensor | None = None,
-    iterations: int = 50,
-    tolerance: float = 1e-10,
+    product: Callable[[Tensor], Tensor], right: Tensor, iterations: int = 50, tolerance: float = 1e-10
 ) -> Tensor:
-    """Solve (hess f_i(x_i) + shift_i I) p_i = right_i for all rows at once.
+    """Solve A_i p_i = right_i for all rows at once, given v -> A v for symmetric A_i.
 
     A row stops at a residual of `tolerance` times its right-hand side, or where the matrix turns out not to be positive
     definite along the search direction: then with what it has, or with its right-hand side if that is nothing.
@@ -28,17 +24,24 @@ def conjugate_gradients(
     d, square = r.clone(), dot(r, r)
     enough = tolerance**2 * square
     for _ in range(iterations):
-        product = problem.hvp(x, d, rows) + shift * d
-        curved = dot(d, product)
+        image = product(d)
+        curved = dot(d, image)
         go = (square > enough) & (curved > 0)
         if not bool(go.any()):
             break
         length = torch.where(go, square / curved, 0).unsqueeze(1)
-        p, r = p + length * d, r - length * product
+        p, r = p + length * d, r - length * image
         new = torch.where(go, dot(r, r), square)
         d = torch.where(go.unsqueeze(1), r + (new / square).unsqueeze(1) * d, d)
         square = new
     return torch.where((p == 0).all(1, keepdim=True), right, p)
+
+
+def damped_hessian(
+    problem: Problem, x: Tensor, shift: Tensor | float, rows: Tensor | None = None
+) -> Callable[[Tensor], Tensor]:
+    """v -> (hess f_i(x_i) + shift_i I) v, row by row."""
+    return lambda v: problem.hvp(x, v, rows) + shift * v
 
 
 def newton(eps: float = 0.0, iterations: int = 50, tolerance: float = 1e-10) -> LocalSolver:
@@ -55,7 +58,8 @@ def newton(eps: float = 0.0, iterations: int = 50, tolerance: float = 1e-10) -> 
         for iteration in range(int(work.max())):
             rows = index(work > iteration)
             at, g = pick(now.x, rows), now.full_gradient(rows)
-            p = conjugate_gradients(now.problem, at, pick(now.rho, rows) + eps, -g, rows, iterations, tolerance)
+            product = damped_hessian(now.problem, at, pick(now.rho, rows) + eps, rows)
+            p = conjugate_gradients(product, -g, iterations, tolerance)
             now.move(rows, now.look(rows, p), p)
         return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
 

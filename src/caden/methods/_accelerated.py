@@ -1,0 +1,120 @@
+"""Quasi-Newton acceleration: Zhou, Alexander and Lange, "A quasi-Newton acceleration for high-dimensional optimization
+algorithms", Statistics and Computing 21, 2011.
+
+A round of a method is a map F of its state z (x, duals and what else it carries). Every second round the state jumps:
+
+    u = F(z) - z,  v = F(F(z)) - F(z),   the last q of them as columns of U and V
+    z <- F(z) - V (U'U - U'V)^-1 U'(z - F(z))
+
+The coefficients are the same for all agents, so that sums which the method keeps (of duals, of trackers) stay kept. If
+|F(z) - z| is more than twice what it was before a jump, the jump is taken back. Stored values and gradients are
+evaluated anew after a jump: one gradient per two rounds.
+
+Beside the method's own messages, q (q + 1) scalars per agent are averaged every second round, and one in the others.
+Memory: 2 q + 2 states.
+
+Sleeping agents: refused; with them a round is another map each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden.checkpoint import flatten, restore
+from caden.core import Info, Method, Round
+from caden.errors import whole
+from caden.methods._dense import must_be_awake
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    inner: Any  # the method's own state
+    move: Tensor  # (N, d) F(z) - z, once that is known
+    safe: Tensor  # (N, d) F(F(z)) before the last jump
+    u: Tensor  # (q, N, d)
+    v: Tensor  # (q, N, d)
+    stored: int
+    residual: float  # |F(z) - z|^2 before the last jump; infinite if there was none
+    halfway: bool  # the method's state is F(z), not z
+
+
+def _moving(inner: Any) -> dict[str, Tensor]:
+    """The vectors of a state that F moves: all but the local solver's memory and what is evaluated from x."""
+    width = inner.x.shape[1]
+    return {
+        name: tensor
+        for name, tensor in flatten(inner, "").items()
+        if tensor.shape[-1:] == (width,)
+        and tensor.is_floating_point()
+        and not name.startswith(".memory")
+        and name not in (".value", ".gradient")
+    }
+
+
+def _rows(inner: Any) -> Tensor:
+    return torch.cat([tensor.reshape(-1, inner.x.shape[1]) for tensor in _moving(inner).values()])
+
+
+def _with_rows(inner: Any, rows: Tensor, round: Round) -> Any:
+    """The state with other vectors, and with f and its gradient at its new x."""
+    tensors, moving = flatten(inner, ""), _moving(inner)
+    parts = torch.split(rows, [tensor.numel() // rows.shape[1] for tensor in moving.values()])
+    tensors |= {name: part.reshape(tensor.shape) for (name, tensor), part in zip(moving.items(), parts)}
+    evaluated = dict(zip(("value", "gradient"), round.problem.value_and_grad(tensors[".x"])))
+    for name in tensors:
+        if name.rpartition(".")[2] in evaluated:
+            tensors[name] = evaluated[name.rpartition(".")[2]]
+    return restore(inner, tensors, "")
+
+
+def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 3) -> Method:
+    """Any method, its fixed-point map accelerated with `secants` secant pairs; needs everyone awake."""
+    from caden.methods import METHODS  # this one is among them
+    from caden.registry import make
+
+    table = {"name": method} if isinstance(method, str) else method
+    base: Method = table if isinstance(table, Method) else make("method", METHODS, table)
+    q = whole("secants", secants, least=1)
+
+    def total(round: Round, products: Tensor) -> Tensor:
+        """Sums over all agents of what each agent's rows contribute: (N, n) -> (n,)."""
+        own = products.new_zeros(len(round.active), products.shape[1])
+        own.index_add_(0, torch.arange(len(products), device=own.device) % len(own), products)
+        return round.average(own) * round.graph.agents
+
+    def init(x: Tensor, round: Round) -> State:
+        must_be_awake("accelerated", round)
+        inner = base.init(x, round)
+        rows = _rows(inner)
+        empty = rows.new_zeros(q, *rows.shape)
+        return State(inner.x, inner, rows * 0, rows, empty, empty.clone(), 0, float("inf"), False)
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        before = _rows(state.inner)
+        inner, info = base.step(state.inner, round)
+        now = _rows(inner)
+        if state.halfway:
+            return jump(state, before, now, inner, round)
+        residual = float(total(round, ((now - before) ** 2).sum(1, keepdim=True)))
+        if residual > 4 * state.residual:
+            inner = _with_rows(inner, state.safe, round)
+            return state._replace(x=inner.x, inner=inner, residual=float("inf")), Info()
+        return state._replace(x=inner.x, inner=inner, move=now - before, residual=residual, halfway=True), info
+
+    def jump(state: State, middle: Tensor, now: Tensor, inner: Any, round: Round) -> tuple[State, Info]:
+        slot, known = state.stored % q, min(state.stored + 1, q)
+        state.u[slot], state.v[slot] = state.move, now - middle
+        u, v = state.u[:known], state.v[:known]
+        products = torch.cat(
+            [torch.einsum("and,bnd->nab", u, u - v).flatten(1), torch.einsum("and,nd->na", u, -state.move)], dim=1
+        )
+        sums = total(round, products).double()
+        weights = torch.linalg.pinv(sums[: known**2].reshape(known, known), rtol=1e-12) @ sums[known**2 :]
+        inner = _with_rows(inner, middle - torch.einsum("b,bnd->nd", weights.to(v), v), round)
+        new = State(inner.x, inner, state.move, now, state.u, state.v, state.stored + 1, state.residual, False)
+        return new, Info()
+
+    return Method(init, step, "accelerated")

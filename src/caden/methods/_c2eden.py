@@ -1,0 +1,85 @@
+"""C2EDEN: Liu, Chen, Luo and Lui, "Communication efficient distributed Newton method with fast convergence rates", KDD
+2023.
+
+Every agent holds the same x. In round t each sends its gradient at x and one column, number t mod d, of its Hessian at
+the snapshot u; after d rounds the server has a whole Hessian H of the mean of the f_i, which serves for the next d
+rounds while another one is filled at u = x:
+
+    x <- x + argmin_s  g.s + s'H s / 2 + cubic/6 |s|^3          (cubic = 0: the Newton step)
+
+In the first d rounds, x <- x - alpha g. A server method: two vectors up and two down per agent and round (the authors
+send the new x down instead, one vector). Two d x d matrices: small dimensions only.
+
+Sleeping agents: refused; a column or a gradient without somebody's part is that of another function.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden.core import Info, Method, Round
+from caden.errors import CadenError, number, positive
+from caden.methods._dense import must_be_awake, must_fit
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d) equal rows
+    value: Tensor  # (k,)
+    gradient: Tensor  # (k, d)
+    snapshot: Tensor  # (d,)
+    columns: Tensor  # (d, d) being filled
+    hessian: Tensor  # (d, d) of the last snapshot
+
+
+def cubic_step(g: Tensor, H: Tensor, cubic: float) -> Tensor:
+    """argmin g.s + s'H s/2 + cubic/6 |s|^3: s = -(H + cubic r/2 I)^-1 g with r = |s|, by bisection."""
+    step: Tensor
+    if cubic == 0:
+        step = -torch.linalg.solve(H, g)
+        return step
+    values, basis = torch.linalg.eigh(H)
+    along = basis.mT @ g
+    above = values - values[0]
+    low = max(0.0, float(values[0]))  # of gap = values[0] + cubic r/2, which keeps its digits where H is near singular
+    high = low + cubic / 2 * (1 + float((2 * g.norm() / cubic).sqrt())) + abs(float(values[0]))
+    for _ in range(200):
+        gap = (low + high) / 2
+        longer = float((along / (above + gap)).norm()) > 2 / cubic * (gap - float(values[0]))
+        low, high = (gap, high) if longer else (low, gap)
+    step = -basis @ (along / (above + high))
+    return step
+
+
+def c2eden(alpha: float = 0.3, cubic: float = 0.0) -> Method:
+    """C2EDEN: gradient steps `alpha` for d rounds, then Newton steps with regularisation `cubic` (small d)."""
+    positive("alpha", alpha)
+    if number("cubic", cubic) < 0:
+        raise CadenError(f"`cubic` must not be negative, got {cubic}.")
+
+    def init(x: Tensor, round: Round) -> State:
+        must_be_awake("c2eden", round)
+        must_fit("c2eden", 2, x)
+        x = round.average(x).expand_as(x).contiguous()
+        empty = x.new_zeros(x.shape[1], x.shape[1])
+        return State(x, *round.problem.value_and_grad(x), x[0], empty, empty)
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        x, d = state.x, state.x.shape[1]
+        column = round.index % d
+        unit = torch.zeros_like(x)
+        unit[:, column] = 1
+        g = round.average(state.gradient)
+        columns = state.columns.clone()
+        columns[:, column] = round.average(round.problem.hvp(state.snapshot.expand_as(x).contiguous(), unit))
+        move = -alpha * g if round.index < d else cubic_step(g, state.hessian, cubic)
+        x = x + move
+        value, gradient = round.problem.value_and_grad(x)
+        full = column == d - 1
+        snapshot = x[0] if full else state.snapshot
+        hessian = (columns + columns.mT) / 2 if full else state.hessian
+        return State(x, value, gradient, snapshot, columns, hessian), Info(value, gradient)
+
+    return Method(init, step, "c2eden")

@@ -1,0 +1,67 @@
+"""Gradient tracking with local damped L-BFGS: after Zhang, Liu, So and Ling, "Variance-reduced stochastic quasi-Newton
+methods for decentralized learning", Parts I and II, IEEE TSP 71, 2023 (their deterministic case).
+
+    x <- W (x - alpha H_i g)      g <- W (g + D)        D the change of the local gradients, g starting at them
+
+H_i is the limited-memory BFGS matrix of agent i from its own pairs s (change of x_i) and y = D_i + eps s. Powell's
+damping against eps I keeps s.y >= eps/4 |s|^2, so the eigenvalues of H_i are bounded; written out, it stores theta D_i
+with theta = 3/4 eps |s|^2 / (eps |s|^2 - s.y) wherever that is below 1. While there is no pair, H_i = I / (eps + L_i).
+
+Two vectors per directed edge and round, one gradient. Sleeping agents: W is doubly stochastic on the awake subgraph, as
+in gradient tracking; exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden.core import Info, Method, Round
+from caden.errors import positive, whole
+from caden.methods._first_order import awake, refresh
+from caden.solvers._iterate import dot
+from caden.solvers._lbfgs import Pairs, direction, no_pairs
+from caden.theory import smoothness
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    tracker: Tensor  # (k, d)
+    value: Tensor  # (k,)
+    gradient: Tensor  # (k, d)
+    curvature: Tensor  # (k,)
+    vectors: Tensor  # as in the L-BFGS solver
+    gram: Tensor
+    stored: Tensor
+
+
+def gt_lbfgs(alpha: float = 0.3, eps: float = 1.0, memory: int = 10) -> Method:
+    """Gradient tracking along damped L-BFGS directions, with step `alpha` and regularisation `eps`."""
+    positive("alpha", alpha), positive("eps", eps), whole("memory", memory, least=1)
+
+    def init(x: Tensor, round: Round) -> State:
+        curvature = smoothness(round.problem, x) if round.curvature is None else round.curvature
+        value, gradient = round.problem.value_and_grad(x)
+        return State(x, gradient, value, gradient, curvature.to(value), *no_pairs(x, memory))
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        pairs = Pairs(state.vectors, state.gram, state.stored)
+        rows = round.active.squeeze(1).nonzero().flatten()
+        shift = torch.full_like(state.x[rows, :1], eps)
+        p = torch.zeros_like(state.x)
+        p[rows] = direction(pairs, rows, state.tracker[rows], shift, 1 / (shift + state.curvature[rows].unsqueeze(1)))
+        x = round.broadcast(state.x + alpha * p).mix()
+        value, gradient = refresh(round, x, state.value, state.gradient)
+        change = gradient - state.gradient
+        tracker = awake(round, round.broadcast(state.tracker + change).mix(), state.tracker)
+
+        s, y = (x - state.x)[rows], change[rows]
+        square, bent = eps * dot(s, s), dot(s, y)
+        moved = square > 0
+        damped = torch.where(bent + square < square / 4, 0.75 * square / -bent, 1.0)
+        pairs.write(rows[moved], s[moved], (damped.unsqueeze(1) * y)[moved])
+        return State(x, tracker, value, gradient, state.curvature, *pairs), Info(value, gradient)
+
+    return Method(init, step, "gt_lbfgs")

@@ -1,0 +1,66 @@
+"""Dual Newton: Tutunov, Bou-Ammar and Jadbabaie, "Distributed Newton method for large-scale consensus optimization",
+IEEE TAC 64(10), 2019.
+
+Consensus as Lap x = 0 with multipliers l: the dual function is smooth, and its Newton direction comes from a Laplacian
+system. With H_i the Hessian of f_i at x_i,
+
+    x_i  = argmin f_i(v) + (Lap l)_i.v
+    c    = (sum H_i)^-1 sum H_i x_i
+    solve  Lap p = v,  v_i = H_i (x_i - c)       (the v_i sum to zero)
+    l   <- l + step p
+
+The two sums and the Laplacian system by Chebyshev exchanges with neighbours. (Since only Lap l enters, adding v to
+Lap l would do the same without solving anything: the system is kept because the paper's messages are.) With `exchanges`
+K: K (d^2 + 2 d) + d numbers per directed edge and round, and a d x d matrix per agent. For small d and strongly convex
+f_i.
+
+Sleeping agents: refused; the Newton direction is that of all agents together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden import solvers
+from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.errors import positive, whole
+from caden.methods._dense import hessians, must_be_awake, must_fit
+from caden.methods._gossip import chebyshev_mix, chebyshev_solve
+
+
+class State(NamedTuple):
+    x: Tensor  # (k, d)
+    multiplier: Tensor  # (k, d)
+    phi: Tensor  # (k, d) Lap times the multipliers
+    memory: Any
+
+
+def tutunov(
+    step_size: float = 1.0, exchanges: int = 40, solver: LocalSolver | str | dict[str, Any] = "newton"
+) -> Method:
+    """Dual Newton with `exchanges` per Laplacian system; small d, strongly convex f_i, everyone awake."""
+    positive("step_size", step_size), whole("exchanges", exchanges, least=1)
+    local = solvers.from_spec(solver)
+
+    def init(x: Tensor, round: Round) -> State:
+        must_be_awake("tutunov", round)
+        must_fit("tutunov", round.graph.agents, x)
+        return State(x, x * 0, x * 0, local.init(round.problem, x, round.curvature))
+
+    def step(state: State, round: Round) -> tuple[State, Info]:
+        x, memory, info = local.solve(
+            Objective(round.problem, state.phi, 0 * round.degree), state.x, round.work, state.memory
+        )
+        k, d = x.shape
+        H = hessians(round.problem, x)
+        weighted = torch.einsum("kij,kj->ki", H, x)
+        means = chebyshev_mix(round, torch.cat([H.reshape(k, d * d), weighted], dim=1), exchanges)
+        centre = torch.linalg.solve(means[:, : d * d].reshape(k, d, d), means[:, d * d :])
+        v = torch.einsum("kij,kj->ki", H, x - centre)
+        multiplier = state.multiplier + step_size * chebyshev_solve(round, v, exchanges)
+        return State(x, multiplier, round.broadcast(multiplier).laplacian(), memory), info
+
+    return Method(init, step, "tutunov")
