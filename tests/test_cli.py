@@ -90,6 +90,7 @@ def test_files_settings_and_their_order(call, tmp_path):
     config = json.loads(out)["config"]
     assert config["method"] == {
         "name": "caden", "mu_z": 0.3, "solver": {"name": "gd"}, "dual": "exact", "relax": 0.5, "growth": 1.0,
+        "unsafe": False,
     }  # fmt: skip
     assert config["rounds"] == 4
     assert "data" not in config["problem"]  # another problem does not inherit the default's parameters
@@ -226,7 +227,9 @@ def test_corrupted_checkpoint(call, tmp_path):
 
 
 def test_divergence_is_exit_code_1_with_the_history_kept(call, tmp_path):
-    (tmp_path / "e.toml").write_text(SMALL.format(rounds=400, extra="[method]\nmu_z = 1.0\nmu_y = 300.0\n"))
+    (tmp_path / "e.toml").write_text(
+        SMALL.format(rounds=400, extra="[method]\nmu_z = 1.0\nmu_y = 300.0\nunsafe = true\n")
+    )
     code, out, err = call("run", "e.toml", "--out", "here", "--json")
     assert code == 1
     assert err.startswith("caden: Diverged in round")
@@ -379,3 +382,33 @@ def test_list_methods_says_what_each_does_about_sleepers(call):
         assert entry["sleeping"].startswith("Sleeping agents: "), name
     assert "refused" in listed["newton_tracking"]["sleeping"]
     assert "half-step" in listed["dlm"]["sleeping"]
+
+
+def test_theory_prints_what_is_known(call, tmp_path):
+    (tmp_path / "e.toml").write_text(SMALL.format(rounds=4, extra="[method]\nmu_z = 0.3\nmu_y = 5.0\n"))
+    code, out, _ = call("theory", "e.toml", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["graph"]["lambda_max"] == pytest.approx(4.0)
+    assert not found["theorem 1"]["mu_z"][2]
+    assert not found["constants, printed"]["bound follows"]
+    assert "must diverge" in found["stability"]["verdict"]
+    assert found["recommended"]["radius"] < 0.9
+    code, out, _ = call("theory", "e.toml")
+    assert code == 0
+    assert "no bound follows" in out
+    assert max(map(len, out.splitlines())) <= 80
+    code, _, err = call("theory", "e.toml", "--set", "method.name=gt")
+    assert code == 2
+    assert "about CADEN" in err
+
+
+def test_parameters_that_must_diverge_are_refused_in_one_line(call, tmp_path):
+    (tmp_path / "e.toml").write_text(SMALL.format(rounds=4, extra="[method]\nmu_z = 0.3\nmu_y = 30.0\n"))
+    code, _, err = call("run", "e.toml", "--out", "here")
+    assert code == 2
+    assert err.count("\n") == 1
+    code, _, err = call("run", "e.toml", "--out", "there", "--set", "method.mu_y=0.9")
+    assert code == 0
+    assert err.startswith("caden: warning: mu_y = 0.9")
+    assert err.count("\n") == 1

@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -18,12 +19,16 @@ from rich.table import Table
 
 from caden import check, data, plots, schedules
 from caden.config import Experiment, experiment
-from caden.errors import CadenError, RunError, choose
+from caden.errors import CadenError, RunError, choose, positive
 from caden.graphs import GRAPHS
 from caden.history import Result, RunDirectory
 from caden.methods import METHODS
+from caden.methods._caden import START
 from caden.problems import PROBLEMS
+from caden.run import start_point, warm_up
+from caden.schedules import Draw, Participation, Workload
 from caden.solvers import SOLVERS
+from caden.theory import smoothness
 
 app = typer.Typer(
     help="Decentralized optimization: agents on a graph train one model together without a server.",
@@ -34,6 +39,8 @@ app = typer.Typer(
 data_app = typer.Typer(help="Data sets: list and fetch.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
+File = Annotated[Path | None, typer.Argument(metavar="[EXPERIMENT.toml]")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -105,8 +112,8 @@ def _carry_out(config: Experiment, directory: Path | None, resume: bool, as_json
 
 @app.command()
 def run(
-    file: Annotated[Path | None, typer.Argument(metavar="[EXPERIMENT.toml]")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
+    file: File = None,
+    settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; by default a new one under runs/.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -123,9 +130,9 @@ def run(
 
 @app.command()
 def compare(
-    file: Annotated[Path | None, typer.Argument(metavar="[EXPERIMENT.toml]")] = None,
+    file: File = None,
     methods: Annotated[str, typer.Option(help="Names of methods, separated by commas.")] = "caden,caden_gd,gt,adapd",
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
+    settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Directory for all runs; by default a new one under runs/.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -178,6 +185,70 @@ def _show_comparison(summaries: dict[str, dict[str, Any]], target: float | None)
         cells = [summary.get(column) for column in columns]
         table.add_row(name, *("-" if c is None else format(c, f) for c, (_, f) in zip(cells, columns.values())))
     Console().print(table)
+
+
+@app.command()
+def theory(file: File = None, settings: Settings = None, as_json: Json = False) -> None:
+    """Say what is known of an experiment before it is run: conditions, constants, stability, rate, a recommendation."""
+    from caden.theory._report import report
+
+    config = experiment(file, settings or [])
+    if config.method["name"] not in ("caden", "caden_gd"):
+        raise CadenError(f"The theory here is about CADEN, not {config.method['name']!r}: use --set method.name=caden.")
+    _, problem, graph = config.build()
+    draw = Draw(config.seed, graph.agents)
+    x, curvature = start_point(problem, None), None
+    if config.warmup:
+        x, curvature = warm_up(problem, x, config.warmup)
+    mu_z = config.method.get("mu_z", "auto")
+    if mu_z == "auto":
+        curvature = smoothness(problem, x) if curvature is None else curvature
+        mu_z = START * float(curvature.max()) / float(graph.degrees.mean())
+    found = report(
+        problem,
+        graph,
+        x,
+        positive("method.mu_z", mu_z),
+        config.method.get("mu_y"),
+        config.method.get("relax", 0.5),
+        Participation(schedules.from_spec(config.participation), draw).probability(0),
+        max(1, int(Workload(schedules.from_spec(config.local_steps), draw)(0).min())),
+    )
+    if as_json:
+        print(json.dumps(_clean(found)))
+        return
+    _show_theory(found)
+
+
+def _show_theory(found: dict[str, Any]) -> None:
+    """Two columns for plain tables, the constants side by side."""
+    console = Console()
+
+    def text(value: Any) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    printed, derived = found.pop("constants, printed"), found.pop("constants, derived")
+    for title, table in found.items():
+        grid = Table(title=title, title_justify="left", show_header=False, min_width=60)
+        for key, value in table.items():
+            if title == "theorem 1":
+                have, need, holds = value
+                sign = "<=" if key == "r^tau" else ">="
+                grid.add_row(key, f"{have:.4g}", f"{sign} {need:.4g}", "holds" if holds else "does not hold")
+            elif isinstance(value, dict):
+                grid.add_row(key, ", ".join(f"{k} {text(v)}" for k, v in value.items()))
+            else:
+                grid.add_row(key, text(value))
+        console.print(grid)
+        if title == "corollary 1":
+            sides = Table("", "printed", "derived", title="constants of theorem 1", title_justify="left", min_width=60)
+            for key in printed:
+                if key != "bound follows":
+                    sides.add_row(key, text(printed[key]), text(derived[key]))
+            sides.add_row(
+                "", *("a bound follows" if t["bound follows"] else "no bound follows" for t in (printed, derived))
+            )
+            console.print(sides)
 
 
 @app.command()
@@ -295,7 +366,8 @@ def data_fetch(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -
 
 
 def main() -> None:
-    """Entry point: errors are one line on standard error."""
+    """Entry point: errors and warnings are one line each on standard error."""
+    warnings.showwarning = lambda message, *rest: print(f"caden: warning: {message}", file=sys.stderr)
     try:
         app()
     except CadenError as error:

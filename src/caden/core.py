@@ -65,6 +65,9 @@ class Heard(Protocol):
     def mix(self, weights: Tensor | None = None) -> Tensor:
         """W v on the awake subgraph, W doubly stochastic there; rows of sleepers come back unchanged."""
 
+    def disagreement(self) -> Tensor:
+        """sum_j |v_i - v_j|^2: (k,)."""
+
     def ends(self) -> tuple[Tensor, Tensor]:
         """The rows at both ends of each edge: two tensors (e, d)."""
 

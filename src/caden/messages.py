@@ -121,6 +121,10 @@ class ArcHeard(NamedTuple):
         pull = torch.cat([weight, weight]) * (self.rows[edges.owner()] - self.known)
         return self.rows - edges.arc_sum(torch.where(self.fresh, pull, 0))
 
+    def disagreement(self) -> Tensor:
+        square = (self.rows[self.edges.owner()] - self.known).square().sum(1, keepdim=True)
+        return self.edges.arc_sum(square).squeeze(1)
+
     def ends(self) -> tuple[Tensor, Tensor]:
         if not self.agreed:
             raise CadenError(

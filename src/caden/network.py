@@ -57,6 +57,13 @@ class StackedHeard(NamedTuple):
         known = self.rows if self.sent is None else self.sent  # the same on edges that count, unless compressed
         return self.rows - self._edge_sum(known, self.edges.mixing(self.rows, weights))
 
+    def disagreement(self) -> Tensor:
+        rows, edges = self._known(), self.edges
+        square = rows.new_zeros(len(edges.first), 1)
+        for v in torch.split(rows, max(1, _SLICE // max(1, len(edges.first))), dim=1):
+            square += (v[edges.first] - v[edges.second]).square_().sum(1, keepdim=True)
+        return edges.sum(square).squeeze(1)
+
     def ends(self) -> tuple[Tensor, Tensor]:
         rows = self._known()
         return rows[self.edges.first], rows[self.edges.second]

@@ -129,7 +129,7 @@ def simulate(
         Messages.from_spec(messages),
         Links.from_spec(links, graph, seed),
     )
-    start = _start(problem, x0)
+    start = start_point(problem, x0)
     everyone = torch.ones(graph.agents, dtype=torch.bool)
 
     rows: list[Row] = []
@@ -143,7 +143,7 @@ def simulate(
         if curvature is not None:
             curvature = curvature.to(problem.device)
         if saved is None and warmup is not None:
-            start, curvature = _warm_up(counted, start, warmup)
+            start, curvature = warm_up(counted, start, warmup)
         bound = _GROWTH * (1 + float(torch.linalg.vector_norm(start, dim=1).max()))
         state = method.init(start, network.round(-1, everyone, workload(0), counted, curvature))
         first, clock = 0, 0.0
@@ -247,7 +247,7 @@ def simulate(
         return done
 
 
-def _start(problem: Problem, x0: Tensor | None) -> Tensor:
+def start_point(problem: Problem, x0: Tensor | None) -> Tensor:
     """(m, d) start: what was given, the model's own parameters, or zeros."""
     shape = (problem.agents, problem.dim)
     if x0 is None:
@@ -260,7 +260,7 @@ def _start(problem: Problem, x0: Tensor | None) -> Tensor:
     return x0.expand(shape).contiguous()
 
 
-def _warm_up(problem: Counted, x: Tensor, spec: Warmup | Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+def warm_up(problem: Problem | Counted, x: Tensor, spec: Warmup | Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Local gradient steps; curvature is the largest |change of gradient| / |change of x|, as the paper estimates L."""
     try:
         warmup = spec if isinstance(spec, Warmup) else Warmup(**spec)

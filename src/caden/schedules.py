@@ -87,12 +87,12 @@ class Participation:
         self._schedule: Schedule = spec if callable(spec) else lambda round, draw: spec
         if isinstance(spec, bool):
             raise CadenError(f"`{self.name}` must be a number, a sequence or a schedule, got {spec}.")
-        self.may_sleep = callable(spec) or bool((self._probability(0) < 1).any())
+        self.may_sleep = callable(spec) or bool((self.probability(0) < 1).any())
 
     def _value(self, round: int) -> Any:
         return self._schedule(round, self._draw)
 
-    def _probability(self, round: int) -> np.ndarray:
+    def probability(self, round: int) -> np.ndarray:
         value = _per_agent(self.name, self._value(round), self._draw.agents, self.one)
         if value.dtype != bool and not ((value > 0) & (value <= 1)).all():
             raise CadenError(f"`{self.name}` must lie in (0, 1], got {value[~((value > 0) & (value <= 1))][0]}.")
@@ -100,7 +100,7 @@ class Participation:
 
     def __call__(self, round: int) -> Tensor:
         """(m,) bool."""
-        value = self._probability(round)
+        value = self.probability(round)
         awake = value if value.dtype == bool else self._draw.uniform(self.name, round) < value
         return torch.from_numpy(np.ascontiguousarray(awake))
 

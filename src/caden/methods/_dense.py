@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from caden.core import Problem, Round
+from caden.core import Round
 from caden.errors import CadenError
 
 LIMIT = 1e9  # bytes
@@ -26,10 +25,3 @@ def must_be_awake(name: str, round: Round) -> None:
     """Refuse runs in which agents may sleep or links may be down."""
     if round.may_sleep:
         raise CadenError(f"`{name}` needs everyone awake: set `participation` and `links` to 1.")
-
-
-def hessians(problem: Problem, x: Tensor) -> Tensor:
-    """(k, d, d) Hessians at x, column by column."""
-    k, d = x.shape
-    unit = torch.eye(d, dtype=x.dtype, device=x.device)
-    return torch.stack([problem.hvp(x, unit[j].expand(k, d).contiguous()) for j in range(d)], dim=2)

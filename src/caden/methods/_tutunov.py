@@ -27,8 +27,9 @@ from torch import Tensor
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
 from caden.errors import positive, whole
-from caden.methods._dense import hessians, must_be_awake, must_fit
+from caden.methods._dense import must_be_awake, must_fit
 from caden.methods._gossip import chebyshev_mix, chebyshev_solve
+from caden.theory import hessians
 
 
 class State(NamedTuple):

@@ -1,0 +1,105 @@
+"""mu_z = "auto" against the best of a 12-point logarithmic grid from 1e-3 to 10 times L / (mean degree).
+
+python benchmarks/auto.py [--mnist]      rounds to a fixed target; ratios of 1.5 (networks: 2) are what we aim for
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import caden
+from caden import data, graphs, methods, problems, theory
+from caden.run import start_point, warm_up
+
+WARMUP = {"steps": 20, "step_size": 0.1}
+LIKELY_FIRST = [6, 5, 7, 8, 4, 9, 3, 2, 10, 1, 0, 11]  # the others are cut short by the best so far
+
+
+class Case(NamedTuple):
+    name: str
+    problem: Any
+    graph: graphs.Graph
+    target: float | None = None  # accuracy; None: the relative error falls by 1e9
+    most: int = 800
+
+
+def odd_digits(partition: str | dict[str, Any]) -> Any:
+    """Logistic regression on whether a digit is odd."""
+    (x, y), _ = data.load("digits")
+    x, y = np.asarray(x, float).reshape(len(x), -1), np.asarray(y)
+    parts = data.partition_from_spec(partition, y, 20, 0)
+    return problems.logistic(features=[x[part] for part in parts], labels=[y[part] % 2 for part in parts], l2=0.01)
+
+
+def cases(mnist: bool) -> Iterator[Case]:
+    er = graphs.erdos_renyi(20, edges=37, seed=0)
+    rng = np.random.default_rng(5)
+    for i in range(14):
+        m, d, condition = int(rng.integers(6, 30)), int(rng.integers(2, 20)), 10 ** rng.uniform(0.5, 2.5)
+        kinds = (
+            graphs.erdos_renyi(m, edges=min(int(1.8 * m), m * (m - 1) // 2), seed=i),
+            graphs.ring(m),
+            graphs.small_world(m, 4, 0.2, seed=i),
+            graphs.star(m),
+            graphs.complete(m),
+        )
+        graph, found = kinds[int(rng.integers(0, 5))], problems.quadratic(m, d, seed=i, condition=condition)
+        if i % 3 == 0:  # nearly the same function everywhere
+            found = problems.quadratics(
+                *(0.1 * part + 0.9 * part.mean(0, keepdim=True) for part in (found.hessian, found.linear))
+            )
+        alike = ", alike" if i % 3 == 0 else ""
+        yield Case(f"quadratic, {m} agents, d = {d}, condition {condition:.0f}{alike}, {graph.name}", found, graph)
+    yield Case("logistic, odd digits, iid", odd_digits("iid"), er)
+    yield Case("logistic, odd digits, Dirichlet 0.3", odd_digits({"name": "dirichlet", "alpha": 0.3}), er)
+    make = problems.PROBLEMS["classification"]
+    for title, partition, target in (("iid", "iid", 0.93), ("2 classes each", "shards", 0.9)):
+        yield Case(f"digits network, {title}", make(partition=partition, batching="vmap"), er, target, 100)
+    skew = {"name": "dirichlet", "alpha": 0.3}
+    yield Case("digits network, Dirichlet 0.3", make(partition=skew, batching="vmap"), er, 0.93, 100)
+    for name, target in (("mnist", 0.93), ("fashion_mnist", 0.83)) if mnist else ():
+        yield Case(f"{name}, iid", make(data=name), er, target, 15)
+        yield Case(f"{name}, Dirichlet 0.3", make(data=name, partition=skew), er, target, 30)
+
+
+def rounds_to(case: Case, mu_z: float | str, most: int, tolerance: float) -> int | None:
+    """Rounds to the target, or None."""
+    goal = {"tolerance": tolerance} if case.target is None else {"target": case.target, "stop_at_target": True}
+    warmup = None if case.target is None else WARMUP
+    try:
+        result = caden.simulate(
+            methods.caden(mu_z), case.problem, case.graph, most, warmup=warmup, progress=False, **goal
+        )
+    except caden.RunError:
+        return None
+    return int(result.history["round"].iloc[-1]) if result.stopped in ("target", "tolerance") else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mnist", action="store_true", help="also MNIST and Fashion-MNIST")
+    print("| problem | best of the grid | at, in L / (mean degree) | auto | ratio |\n|---|---|---|---|---|")
+    for case in cases(parser.parse_args().mnist):
+        x = start_point(case.problem, None)
+        if case.target is None:
+            L = float(theory.smoothness(case.problem, x).max())
+        else:
+            x, curvature = warm_up(case.problem, x, WARMUP)
+            L = float(curvature.max())
+        tolerance = 1e-9 * float(case.problem.value_and_grad(x)[1].sum(0).norm() ** 2)
+        grid, best, where = np.logspace(-3, 1, 12), case.most, None
+        for i in LIKELY_FIRST:
+            found = rounds_to(case, float(grid[i] * L / case.graph.degrees.mean()), best, tolerance)
+            if found is not None and (found < best or where is None):
+                best, where = found, grid[i]
+        auto = rounds_to(case, "auto", 4 * best, tolerance)
+        ratio = "-" if auto is None else f"{auto / best:.2f}"
+        print(f"| {case.name} | {best} | {'-' if where is None else f'{where:.2g}'} | {auto} | {ratio} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

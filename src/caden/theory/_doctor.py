@@ -1,0 +1,76 @@
+"""Looking at parameters before a run: what must diverge is refused, what is risky is said."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from caden.core import Problem
+from caden.graphs import Graph
+from caden.theory._stability import dual_limit, spectral_radius
+
+DENSE = 400  # unknowns (agents x dimension) up to which the one-round operator of a quadratic is built
+CLEARLY = 10.0  # times the flat bound: no curvature that we ever met helps beyond it
+
+
+class Opinion(NamedTuple):
+    """`refusal` is one line that says why a run must diverge and what would work, `warning` what is risky."""
+
+    refusal: str | None = None
+    warning: str | None = None
+
+
+def examine(
+    problem: Problem,
+    graph: Graph,
+    mu_z: float,
+    mu_y: float,
+    relax: float = 0.5,
+    may_sleep: bool = False,
+    near_exact: bool = False,
+) -> Opinion:
+    """Judge CADEN's parameters.
+
+    Quadratics with everyone awake and (nearly) exact local solves are decided by their spectral radius. Elsewhere a
+    ratio mu_y / mu_z above the flat bound is a warning, and 10 times above it a refusal.
+    """
+    k = mu_y / mu_z
+    hessian = getattr(problem, "hessian", None)
+    if hessian is not None and near_exact and not may_sleep and problem.agents * problem.dim <= DENSE:
+        H = np.asarray(hessian.double().cpu().numpy())
+        radius = spectral_radius(H, graph, mu_z, mu_y, relax)
+        if radius > 1:
+            safe = _largest_stable(H, graph, mu_z, mu_y, relax)
+            return Opinion(
+                f"mu_y = {mu_y:.4g} must diverge: a round multiplies the error by {radius:.4g}. "
+                f"With mu_z = {mu_z:.4g} and relax = {relax:g} stability ends at mu_y = {safe:.4g}; mu_y = mu_z works."
+            )
+        return Opinion()
+    # On any graph e <= 2, so that these ratios need no eigenvalues.
+    if k * relax < 1 and k * (2 * relax - 1) < 1:
+        return Opinion()
+    limit = dual_limit(graph, relax)
+    if k >= CLEARLY * limit:
+        return Opinion(
+            f"mu_y = {mu_y:.4g} is {k / limit:.0f} times the largest that is stable where f is flat, "
+            f"{limit * mu_z:.4g} on this graph with relax = {relax:g}: it diverges; mu_y = mu_z works."
+        )
+    if k >= limit:
+        return Opinion(
+            warning=f"mu_y = {mu_y:.4g} is above {limit * mu_z:.4g}, the largest that is stable where f is flat (this "
+            f"graph, relax = {relax:g}): the run may diverge."
+        )
+    return Opinion()
+
+
+def _largest_stable(H: np.ndarray, graph: Graph, mu_z: float, mu_y: float, relax: float) -> float:
+    """The largest stable mu_y below an unstable one, to three digits; 0 if none is."""
+    low, high = 0.0, mu_y
+    for _ in range(40):
+        middle = (low + high) / 2
+        stable = spectral_radius(H, graph, mu_z, middle, relax) < 1
+        low, high = (middle, high) if stable else (low, middle)
+        if high - low < 1e-3 * high:
+            break
+    return low
