@@ -117,7 +117,19 @@ def _hats(facts: Facts) -> tuple[float, float, float]:
 
 
 def _printed(facts: Facts) -> Constants:
-    """Theorem 1 to the letter."""
+    """Theorem 1 to the letter, with R = r^tau, q = lambda_max / lambda_min^2, h1..h4 the C-hats, d = d_max:
+
+    h1 = 1 - 4R/p,  h2 = (4 + 3p^2 - 6p)/p^2,  h3 = 2/p,
+    h4 = 6q ( R (4p - 8R)(4 + 3p^2 - 6p) / (p^2 (p - 4R)) + (2 + p^2 - 3p) / (p mu_y^2) ),
+    a  = 36 q/mu_y^2 + h4,   b = d^2 mu_z^2 + L^2,   k = 1 - h4 d^2,   k1 = 1 - h4 d,
+    C3 = mu_z - 2R h2/h1 - 2R h2 mu_y^2 mu_z^2 a/(h1 k) - mu_z^2 mu_y a/k,
+    C4 = p (2 mu_z - 1 - 2L)/4 - 36 R h2 q mu_z^2 b/(h1 k) - 18 q mu_z^2 b/(mu_y k),
+    C5 = 1/h1 + 12 R h2 q (1 + h3)/(h1^2 k) + 6q (1 + h3)/(h1 mu_y k1),
+    C6 = 4/h1 + 48 R h2 q (1 + h3)/(h1^2 k) + 6q (1 + h3)(8 mu_z d + 1)/(h1 mu_y k1),
+    C7 = 108 R h2 q mu_z^2 b/(h1 k) + 2L^2 + 8 mu_z^2 d^2 + 18 q mu_z^2 b/(mu_y k) (8 mu_z^2 d^2 + 1),
+    C8 = 8R h2/h1 + 8R h2 mu_y^2 mu_z^2 a/(h1 k) + mu_z^2 (8 mu_z^2 d + 1) a/k,
+    C1 = max(C8/C3, C7/C4),   C2 = C6 + C1 C5.
+    """
     d, low, high, L, z, y, p, rate = facts
     h1, h2, h3 = _hats(facts)
     ratio = high / low**2
@@ -165,7 +177,7 @@ def _derived(facts: Facts) -> Constants:
     weight = (1 + h3) * R + h2 - 1  # of kappa in e + e-hat
     h4 = 2 * Q * weight * y**2
     rest = 1 - h4 * d
-    e0, dz, dx = np.eye(3)
+    e0, dz, dx = np.eye(3, dtype=object)
     S = Q * ((1 + h3) / h1 * e0 + (6 + 4 * weight) * d * z**2 * dz + 3 * (d**2 * z**2 + L**2) * dx) / rest
     error = e0 / h1 + R * (2 * d * y**2 * S + 4 * d * z**2 * dz)
     descent = z * dz + p * (2 * z - 1 - 2 * L) / 4 * dx - error - y * S
@@ -173,7 +185,7 @@ def _derived(facts: Facts) -> Constants:
     C5, C3, C4 = -descent[0], descent[1], descent[2]
     C6, C8, C7 = V
     C1 = max(C8 / C3, C7 / C4)
-    return Constants(*map(float, (C1, C6 + C1 * C5, C3, C4, C5, C6, C7, C8, h1, h2, h3, h4, rest)))
+    return Constants(C1, C6 + C1 * C5, C3, C4, C5, C6, C7, C8, h1, h2, h3, h4, rest)
 
 
 def convex_bound(problem: Problem, graph: Graph, x0: Tensor, solution: Tensor, mu: float) -> float:
