@@ -399,6 +399,26 @@ def test_tutunov_equals_newton_on_the_dual(setting, step):
     assert_rows(found, oracles.dual_newton(x0, edges, A, b, ROUNDS, step), 1e-9)
 
 
+def test_tutunov_with_many_exchanges_on_a_complete_graph_does_not_overflow():
+    problem = caden.problems.quadratic(6, 3, seed=1)
+    result = caden.simulate(methods.tutunov(exchanges=150), problem, caden.graphs.complete(6), 4)
+    assert (result.x - problem.solution).norm(dim=1).max() < 1e-9
+
+
+def test_acceleration_leaves_what_is_not_a_vector_alone():
+    """In three dimensions the tally of mu_z="auto" has the width of a model; its squares must stay squares."""
+    problem, graph = caden.problems.quadratic(8, 3, seed=1), caden.graphs.ring(8)
+    tallies = []
+    caden.simulate(
+        methods.accelerated("caden"),
+        problem,
+        graph,
+        60,
+        callbacks=[lambda row, state: tallies.append(state.inner.tally)],
+    )
+    assert min(float(tally.min()) for tally in tallies) >= 0
+
+
 def test_tutunov_counts_every_exchange(setting):
     problem, graph, _, _ = setting
     result = caden.simulate(methods.tutunov(exchanges=7), problem, graph, rounds=2)

@@ -81,7 +81,7 @@ class Graph:
     @cached_property
     def diameter(self) -> int:
         """The longest shortest path."""
-        return int(nx.diameter(self.to_networkx()))
+        return int(nx.diameter(self.to_networkx(), usebounds=True))
 
     def metropolis_weights(self) -> np.ndarray:
         """(n,) edge weights 1 / (1 + max(d_i, d_j))."""

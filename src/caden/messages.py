@@ -10,7 +10,8 @@ Loss and delay. The receiver goes on with the newest message that did arrive.
 
 Compression with error feedback. Sender and receivers keep a public copy of the row. What is sent is the compressed
 difference between the row and its copy, and all copies move by it; so whatever was left out is in the next difference,
-and an entry that settles is known exactly in the end. The first message of a kind is sent whole.
+and an entry that settles is known exactly in the end. The first message of a kind is sent whole; the copy of an
+agent that slept through that round starts at 0.
 """
 
 from __future__ import annotations

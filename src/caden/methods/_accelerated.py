@@ -41,6 +41,9 @@ class State(NamedTuple):
     halfway: bool  # the method's state is F(z), not z
 
 
+_AT_REST = (".value", ".gradient", ".tally", ".vectors", ".columns", ".hessian")  # evaluated, or a memory
+
+
 def _moving(inner: Any) -> dict[str, Tensor]:
     """The vectors of a state that F moves: all but the local solver's memory and what is evaluated from x."""
     width = inner.x.shape[1]
@@ -50,7 +53,7 @@ def _moving(inner: Any) -> dict[str, Tensor]:
         if tensor.shape[-1:] == (width,)
         and tensor.is_floating_point()
         and not name.startswith(".memory")
-        and name not in (".value", ".gradient")
+        and name not in _AT_REST
     }
 
 

@@ -35,10 +35,13 @@ class State(NamedTuple):
 
 
 def cubic_step(g: Tensor, H: Tensor, cubic: float) -> Tensor:
-    """argmin g.s + s'H s/2 + cubic/6 |s|^3: s = -(H + cubic r/2 I)^-1 g with r = |s|, by bisection."""
+    """argmin g.s + s'H s/2 + cubic/6 |s|^3: s = -(H + cubic r/2 I)^-1 g with r = |s|, by bisection
+
+    (a stationary point, not the minimum, if g is orthogonal to the lowest eigenvector of an indefinite H).
+    """
     step: Tensor
     if cubic == 0:
-        step = -torch.linalg.solve(H, g)
+        step = -torch.linalg.pinv(H, hermitian=True) @ g  # where the mean Hessian is singular, the shortest step
         return step
     values, basis = torch.linalg.eigh(H)
     along = basis.mT @ g

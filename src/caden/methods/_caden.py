@@ -37,7 +37,7 @@ from caden import solvers
 from caden.core import Heard, Info, LocalSolver, Method, Objective, Round
 from caden.errors import CadenError, choose, number, positive
 from caden.graphs import Graph
-from caden.theory import examine, smoothness
+from caden.theory import Opinion, examine, smoothness
 
 # mu_z = "auto": where it starts, in L / (mean degree), and how it goes on; docs/parameters.md has the measurements.
 START = 0.006
@@ -73,7 +73,7 @@ def caden(
     Args:
         mu_z: weight of the pull towards the neighbours. "auto" starts at 0.006 L / (mean degree), L being the largest
             curvature that the warm-up (else a few probing gradients) finds, and moves in some of the first 256 rounds
-            so that neither residual lags behind; agents agree on the numbers by max-consensus, which is counted.
+            so that neither residual lags behind; agents agree on the numbers by max-consensus, counted from round 0 on.
         mu_y: dual step, `mu_z` if None. Far above it the method diverges, whatever Theorem 1 of the paper asks for.
         dual: "exact" (correct with sleeping agents) or "paper" (Algorithm 1 to the letter).
         relax: 0.5 is the paper's; up to about 0.9 is usually faster and costs nothing.
@@ -103,13 +103,18 @@ def caden(
         curvature, tally = round.curvature, None
         if mu_z == "auto":
             curvature = smoothness(round.problem, x) if curvature is None else curvature
-            mu = START * round.maximum(curvature).to(x.dtype) / (2 * len(round.graph.edges) / round.graph.agents)
+            steepest = round.maximum(curvature).to(x.dtype)
+            steepest = torch.where(steepest > 0, steepest, 1)  # all gradients vanish here: nothing is known
+            mu = START * steepest / (2 * len(round.graph.edges) / round.graph.agents)
             tally = x.new_zeros(len(x), 3)
         else:
             mu = torch.as_tensor(mu_z, dtype=x.dtype, device=x.device)
         near_exact = local.name in ("exact", "newton") or int(round.work.min()) >= 2 * min(round.problem.dim, 10)
-        fixed_y = float(mu) if mu_y is None else mu_y
-        opinion = examine(round.problem, round.graph, float(mu), fixed_y, relax, round.may_sleep, near_exact)
+        if mu_z == "auto":
+            opinion = Opinion()  # mu_z will move
+        else:
+            step_y = float(mu) if mu_y is None else mu_y
+            opinion = examine(round.problem, round.graph, float(mu), step_y, relax, round.may_sleep, near_exact)
         if opinion.refusal and not unsafe:
             raise CadenError(f"{opinion.refusal} (`unsafe=true` runs it all the same.)")
         if opinion.warning:

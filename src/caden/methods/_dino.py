@@ -8,7 +8,7 @@ Every agent holds the same x; g is the mean gradient and H_i the local Hessian:
     p = mean p_i;   x <- x + a p,  a = 1, 1/2, 1/4 ... until mean f falls by rho a |p.g|
 
 so that p descends on the sum of any smooth f_i. The inverses by conjugate gradients on Hessian-vector products. A
-server method: two vectors up and two down per agent and round, and a scalar each way per trial length.
+server method: two vectors up and two down per agent and round, and a scalar each way per trial length and one more.
 
 Sleeping agents: refused; the mean gradient and the descent test need everyone.
 """

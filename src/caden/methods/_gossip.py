@@ -15,11 +15,11 @@ def chebyshev_mix(round: Round, x: Tensor, degree: int) -> Tensor:
     if degree == 1:
         return new
     rho = _second(round)
-    old, old_mu, mu = x, 1.0, 1 / rho
+    old, ratio = x, rho  # of T_(k-1)(1/rho) to T_k(1/rho), which themselves would overflow
     for _ in range(degree - 1):
-        next_mu = 2 / rho * mu - old_mu
-        old, new = new, 2 / rho * mu / next_mu * round.broadcast(new).mix() - old_mu / next_mu * old
-        old_mu, mu = mu, next_mu
+        next_ratio = 1 / (2 / rho - ratio)
+        old, new = new, next_ratio * (2 / rho * round.broadcast(new).mix() - ratio * old)
+        ratio = next_ratio
     return new
 
 

@@ -11,7 +11,8 @@ from caden.graphs import Graph
 from caden.theory._stability import dual_limit, spectral_radius
 
 DENSE = 400  # unknowns (agents x dimension) up to which the one-round operator of a quadratic is built
-CLEARLY = 10.0  # times the flat bound: no curvature that we ever met helps beyond it
+CLEARLY = 10.0  # times the flat bound: refused, though f_i of curvature far above mu_z d_i would stand it
+ROUNDING = 1e-6  # of a spectral radius at 1, a double root where sum H_i is singular
 
 
 class Opinion(NamedTuple):
@@ -40,11 +41,13 @@ def examine(
     if hessian is not None and near_exact and not may_sleep and problem.agents * problem.dim <= DENSE:
         H = np.asarray(hessian.double().cpu().numpy())
         radius = spectral_radius(H, graph, mu_z, mu_y, relax)
-        if radius > 1:
+        if radius > 1 + ROUNDING:
             safe = _largest_stable(H, graph, mu_z, mu_y, relax)
+            plain = spectral_radius(H, graph, mu_z, mu_z, relax) < 1
+            way = "mu_y = mu_z works" if plain else "raise mu_z"
             return Opinion(
                 f"mu_y = {mu_y:.4g} must diverge: a round multiplies the error by {radius:.4g}. "
-                f"With mu_z = {mu_z:.4g} and relax = {relax:g} stability ends at mu_y = {safe:.4g}; mu_y = mu_z works."
+                f"With mu_z = {mu_z:.4g} and relax = {relax:g} stability ends at mu_y = {safe:.4g}; {way}."
             )
         return Opinion()
     # On any graph e <= 2, so that these ratios need no eigenvalues.
@@ -54,7 +57,7 @@ def examine(
     if k >= CLEARLY * limit:
         return Opinion(
             f"mu_y = {mu_y:.4g} is {k / limit:.0f} times the largest that is stable where f is flat, "
-            f"{limit * mu_z:.4g} on this graph with relax = {relax:g}: it diverges; mu_y = mu_z works."
+            f"{limit * mu_z:.4g} on this graph with relax = {relax:g}: only steep f_i stand that; mu_y = mu_z works."
         )
     if k >= limit:
         return Opinion(
@@ -69,7 +72,7 @@ def _largest_stable(H: np.ndarray, graph: Graph, mu_z: float, mu_y: float, relax
     low, high = 0.0, mu_y
     for _ in range(40):
         middle = (low + high) / 2
-        stable = spectral_radius(H, graph, mu_z, middle, relax) < 1
+        stable = spectral_radius(H, graph, mu_z, middle, relax) < 1 + ROUNDING
         low, high = (middle, high) if stable else (low, middle)
         if high - low < 1e-3 * high:
             break

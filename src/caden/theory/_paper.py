@@ -161,7 +161,7 @@ def _printed(facts: Facts) -> Constants:
 
 
 def _derived(facts: Facts) -> Constants:
-    """The same chain of inequalities, every factor kept.
+    """The same chain of inequalities, its factors kept.
 
     Sums over rounds of E|e^0|^2, |z^t - z^(t-1)|^2 and |x-hat^(t+1) - x^t|^2 are written as coefficient vectors. With
     R = 2 r^tau C-hat_2 / C-hat_1 and Q = 6 lambda_max / (lambda_min^2 mu_y^2):

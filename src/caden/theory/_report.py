@@ -108,8 +108,8 @@ def _recommend(problem: Problem, graph: Graph, x: Tensor, L: float) -> dict[str,
         return {
             "mu_z": "auto",
             "relax": 0.5,
-            "why": "too large or not convex for the one-round operator; starts at 0.1 L / (mean degree), with the L of "
-            "the warm-up, and follows the residuals",
+            "why": "too large or not convex for the one-round operator; starts at 0.006 L / (mean degree), L from the "
+            "warm-up, and follows the residuals",
         }
     choice = best_parameters(H, graph)
     return choice._asdict() | {"why": f"smallest spectral radius of a round, {choice.radius:.4f}, found by a search"}
