@@ -114,33 +114,6 @@ def test_edge_variables_are_refused_and_bad_input_is_told(setting):
             caden.simulate(methods.gt(), problem, graph, 1, messages=spec)
 
 
-def test_resume_under_loss(setting, tmp_path):
-    problem, graph = setting
-    options = {"messages": {"loss": 0.3, "burst": 2}, "participation": 0.6}
-    whole = caden.simulate(methods.gt(0.2), problem, graph, 12, **options)
-
-    class Stop(Exception):
-        pass
-
-    def crash(row, state):
-        if row["round"] == 7:
-            raise Stop
-
-    with pytest.raises(Stop):
-        caden.simulate(
-            methods.gt(0.2),
-            problem,
-            graph,
-            12,
-            directory=tmp_path / "r",
-            checkpoint_every=3,
-            callbacks=[crash],
-            **options,
-        )
-    rest = caden.simulate(methods.gt(0.2), problem, graph, 12, directory=tmp_path / "r", resume=True, **options)
-    assert torch.equal(rest.x, whole.x)
-
-
 def test_delayed_relaxed_admm_equals_its_textbook_loop(setting):
     """A mailbox per arc: messages carry the round in which they were sent, the newest one that arrived counts."""
     problem, graph = setting
@@ -378,14 +351,17 @@ def test_message_models_refuse_what_cannot_work(setting):
             caden.simulate(methods.fedavg(), problem, graph, 1, **options)
 
 
-MODELS = [{"messages": {"delay": 3, "loss": 0.1}}, {"messages": {"top": 0.5}}, {"links": 0.5}]
+MODELS = [{"messages": m} for m in ({"loss": 0.3, "burst": 2}, {"delay": 3, "loss": 0.1}, {"top": 0.5})] + [
+    {"links": 0.5}
+]
 
 
 @pytest.mark.parametrize("options", MODELS)
-def test_resume_with_message_models(setting, tmp_path, options):
+@pytest.mark.parametrize("method", [methods.gt(0.2), methods.radmm(0.3)], ids=["gt", "radmm"])
+def test_resume_with_message_models(setting, tmp_path, method, options):
     problem, graph = setting
     options = options | {"participation": 0.6}
-    whole_ = caden.simulate(methods.radmm(0.3), problem, graph, 12, **options)
+    whole_ = caden.simulate(method, problem, graph, 12, **options)
 
     class Stop(Exception):
         pass
@@ -396,6 +372,6 @@ def test_resume_with_message_models(setting, tmp_path, options):
 
     kept = {"directory": tmp_path / "r", "checkpoint_every": 3}
     with pytest.raises(Stop):
-        caden.simulate(methods.radmm(0.3), problem, graph, 12, callbacks=[crash], **kept, **options)
-    rest = caden.simulate(methods.radmm(0.3), problem, graph, 12, resume=True, **kept, **options)
+        caden.simulate(method, problem, graph, 12, callbacks=[crash], **kept, **options)
+    rest = caden.simulate(method, problem, graph, 12, resume=True, **kept, **options)
     assert torch.equal(rest.x, whole_.x)
