@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from caden import check, data, plots, schedules
 from caden.config import Experiment, experiment
 from caden.errors import CadenError, RunError, choose, positive
 from caden.graphs import GRAPHS
-from caden.history import Result, RunDirectory
+from caden.history import Result, RunDirectory, plain
 from caden.methods import METHODS
 from caden.methods._caden import START
 from caden.problems import PROBLEMS
@@ -44,15 +43,6 @@ Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE"
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
-def _clean(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {k: _clean(v) for k, v in value.items()}
-    return [_clean(v) for v in value] if isinstance(value, list) else value
-
-
 def _show(result: Result, config: Experiment, as_json: bool) -> None:
     """Print what a run gave."""
     summary = result.summary()
@@ -63,7 +53,7 @@ def _show(result: Result, config: Experiment, as_json: bool) -> None:
             "config": config.model_dump(exclude_none=True),
             "directory": str(result.directory) if result.directory else None,
         }
-        print(json.dumps(_clean(whole)))
+        print(json.dumps(plain(whole)))
         return
     table = Table(
         title=f"{config.method['name']} on {config.problem.get('data', config.problem['name'])}", min_width=44
@@ -160,7 +150,7 @@ def compare(
     plots.comparison({name: r.history for name, r in results.items()}, out / "compare.png", config.target)
     summaries = {name: result.summary() for name, result in results.items()}
     if as_json:
-        print(json.dumps(_clean({"summaries": summaries, "failed": failed, "directory": str(out)})))
+        print(json.dumps(plain({"summaries": summaries, "failed": failed, "directory": str(out)})))
     else:
         _show_comparison(summaries, config.target)
         Console().print(f"picture: {out / 'compare.png'}", soft_wrap=True)
@@ -215,7 +205,7 @@ def theory(file: File = None, settings: Settings = None, as_json: Json = False) 
         max(1, int(Workload(schedules.from_spec(config.local_steps), draw)(0).min())),
     )
     if as_json:
-        print(json.dumps(_clean(found)))
+        print(json.dumps(plain(found)))
         return
     _show_theory(found)
 
@@ -340,7 +330,7 @@ def _check_methods(as_json: bool) -> None:
     ):
         found[name] = row
     if as_json:
-        print(json.dumps(_clean(found)))
+        print(json.dumps(plain(found)))
         return
     print("| method | " + " | ".join(check.SETTINGS) + " |")
     print("|---|" + "---|" * len(check.SETTINGS))

@@ -71,6 +71,7 @@ class Experiment(BaseModel):
     messages: dict[str, Any] = {}
     links: float | list[float] | dict[str, Any] = 1.0
     compare: dict[str, dict[str, Any]] = {}  # parameters of the methods that `caden compare` runs beside this one
+    tune: dict[str, dict[str, Any]] = {}  # search spaces of `caden tune`, see `tune.SPACES`
 
     def to_toml(self) -> str:
         """The experiment as text; unset values are left out."""
@@ -95,20 +96,20 @@ class Experiment(BaseModel):
         ):
             if not good:
                 raise CadenError(f"{tables[kind]['name']!r} makes a {type(made).__name__}, not a {kind}.")
-        for kind, registry in REGISTRIES.items():
-            self._resolve(kind, registry, shared, getattr(problem, "batching", None))
+        self._resolve(problem)
         return method, problem, graph
 
-    def _resolve(self, kind: str, registry: dict[str, Factory], shared: dict[str, Any], batching: str | None) -> None:
-        """Write the defaults that were used into the table of a kind, as far as TOML can say them."""
-        table = getattr(self, kind)
-        found = {k: p.default for k, p in parameters(factory(kind, registry, table)).items() if k not in HIDDEN}
-        found = {
-            k: shared.get(k, v) for k, v in found.items() if isinstance(shared.get(k, v), bool | int | float | str)
-        }
-        if kind == "problem" and batching is not None:
-            found["batching"] = batching
-        setattr(self, kind, {**found, **table, **({"batching": batching} if "batching" in found else {})})
+    def _resolve(self, problem: Problem) -> None:
+        """Write the defaults that were used into the tables, as far as TOML can say them."""
+        batching = getattr(problem, "batching", None)
+        for kind, registry in REGISTRIES.items():
+            table = getattr(self, kind)
+            found = {k: p.default for k, p in parameters(factory(kind, registry, table)).items() if k not in HIDDEN}
+            if "seed" in found:
+                found["seed"] = self.seed
+            found = {k: v for k, v in found.items() if isinstance(v, bool | int | float | str)}
+            chosen = {"batching": batching} if kind == "problem" and batching is not None else {}
+            setattr(self, kind, {**found, **table, **chosen})
 
     def with_method(self, name: str) -> Experiment:
         """The same experiment with another method, with the parameters that `compare` has for it."""
@@ -129,6 +130,7 @@ class Experiment(BaseModel):
             method, problem, graph = self.build()
         else:
             method, (problem, graph) = make("method", METHODS, self.method), built
+            self._resolve(problem)
         return simulate(
             method,
             problem,

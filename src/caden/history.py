@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import platform
 import tempfile
+import tomllib
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 from torch import Tensor, nn
@@ -66,13 +68,28 @@ class Result:
         return found
 
 
+class Record(NamedTuple):
+    """A run as its directory tells it, without the problem: what reports are made of."""
+
+    path: Path
+    config: dict[str, Any]  # of config.toml; empty for a run started from Python
+    rows: list[Row]
+    summary: dict[str, Any]
+    versions: dict[str, str]
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """A row per recorded round; row 0 is the start."""
+        return pd.DataFrame(self.rows)
+
+
 class RunDirectory:
     """config.toml, versions.json, metrics.csv (append-only), checkpoint, final weights, summary and picture."""
 
     def __init__(self, path: Path):
         self.path = path
         self.metrics, self.checkpoint = path / "metrics.csv", path / "checkpoint.safetensors"
-        self.weights = path / "weights.safetensors"
+        self.weights, self.summary = path / "weights.safetensors", path / "summary.json"
 
     @classmethod
     def create(cls, path: Path, config: str, seed: int) -> RunDirectory:
@@ -112,6 +129,18 @@ class RunDirectory:
             raise CadenError(f"{self.metrics} is missing or damaged; delete the checkpoint beside it to start again.")
         return rows
 
+    def record(self) -> Record:
+        """What a run, complete or not, has left here."""
+        try:
+            config = self.path / "config.toml"
+            about = json.loads((self.path / "versions.json").read_text())
+            table = tomllib.loads(config.read_text()) if config.exists() else {}
+            summary = json.loads(self.summary.read_text()) if self.summary.exists() else {}
+        except (OSError, ValueError):
+            raise CadenError(f"{self.path} is not a run directory, or a damaged one.") from None
+        rows = self.read(2**62)
+        return Record(self.path, table, rows, summary or {**rows[-1], "stopped": "unfinished"}, about)
+
     def keep(self, rows: list[Row]) -> None:
         """Rewrite the metrics with these rows only: what was recorded after the last checkpoint is done again."""
         scratch = self.metrics.with_suffix(".tmp")
@@ -126,13 +155,26 @@ class RunDirectory:
         with self.metrics.open("a", newline="") as file:
             _write(file, row, header=fresh)
 
+    def summarise(self, result: Result) -> None:
+        """Write the summary: of a complete run, or of one that diverged."""
+        self.summary.write_text(json.dumps(plain(result.summary()), indent=1) + "\n")
+
     def finish(self, result: Result) -> None:
         """Picture, summary and, as the sign that the run is complete, the weights."""
         from caden.plots import curves
 
         curves(result.history, self.path / "curves.png", result.target)
-        (self.path / "summary.json").write_text(json.dumps(result.summary(), indent=1) + "\n")
+        self.summarise(result)
         checkpoint.save(self.weights, {"x": result.x, "mean": result.mean}, {"agents": len(result.x)})
+
+
+def plain(value: Any) -> Any:
+    """A value for JSON, which has no NaN and no infinity: they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list) else value
 
 
 def _number(text: str) -> float | int | None:

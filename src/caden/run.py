@@ -87,7 +87,8 @@ def simulate(
         messages: what happens to messages, as `messages.Messages` or its fields: {"loss": 0.2}, {"delay": 3}, {"top":
             0.1}, {"bits": 8}; by default they arrive at once and whole.
         links: which edges are up: like `participation`, or a schedule (round, draw) -> graph with edges of `graph`.
-        record_every: rounds between two rows of the history; the last round is always recorded.
+        record_every: rounds between two rows of the history; the last round is always recorded, and with a `target`
+            every one until it is reached, so that what it took is known to the round.
         target: accuracy to reach, for the summary; `stop_at_target` ends the run there.
         tolerance: end the run when the relative error falls below this.
         callbacks: called as callback(row, state) after every recorded round; one that returns True ends the run.
@@ -215,6 +216,7 @@ def simulate(
             record(0, Info(), graph.agents)
         if stop_at_target and (target is None or "accuracy" not in rows[0]):
             raise CadenError("`stop_at_target` needs a `target` and a problem that measures accuracy.")
+        reached = target is None or "accuracy" not in rows[0] or any(_reached(row, target) for row in rows)
         why = _reason(rows[-1], state, target if stop_at_target else None, tolerance, ())
         with ProgressBar(rounds, graph.agents, progress) as bar:
             bar.update(first, rows[-1])
@@ -231,12 +233,16 @@ def simulate(
                 clock += time.perf_counter() - began
                 index += 1
                 lost = _lost(state.x, info.value, bound)
-                if lost or index == rounds or index % record_every == 0:
+                if lost or index == rounds or index % record_every == 0 or not reached:
                     row = record(index, info, int(active.sum()))
+                    reached = reached or _reached(row, target)
                     why = _reason(row, state, target if stop_at_target else None, tolerance, callbacks)
                     bar.update(index, row)
                 if lost:
-                    raise stop(_diverged(index, lost, place), "diverged")
+                    error = stop(_diverged(index, lost, place), "diverged")
+                    if place and error.result:
+                        place.summarise(error.result)
+                    raise error
                 if index % checkpoint_every == 0 or interrupted.is_set():
                     save(index)
                 if interrupted.is_set() and index < rounds and why is None:
@@ -296,11 +302,15 @@ def _reason(
 ) -> str | None:
     """Why the run should end here, or None."""
     asked = [callback(row, state) for callback in callbacks]
-    if target is not None and float(row.get("accuracy") or 0) >= target:
+    if target is not None and _reached(row, target):
         return "target"
     if tolerance is not None and float(row["relative_error"] or 0) < tolerance:
         return "tolerance"
     return "callback" if any(answer is True for answer in asked) else None
+
+
+def _reached(row: Row, target: float | None) -> bool:
+    return target is not None and float(row.get("accuracy") or 0) >= target
 
 
 def _named(agents: list[int]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from caden import data as datasets
 from caden.errors import CadenError, whole
@@ -27,16 +27,24 @@ def _classification_by_name(
     weight: str = "agents",
     batching: str = "auto",
     samples: int | None = None,
+    test_samples: int | None = None,
+    validation: int = 0,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Module:
-    """`classification` on a named data set, with the paper's network or a linear model; what TOML files use."""
+    """`classification` on a named data set, with the paper's network or a linear model; what TOML files use.
+
+    `samples` and `test_samples` take only the first so many. `validation` holds the last so many training samples out
+    and measures on those instead of on the test set.
+    """
     train, test = datasets.load(data)
-    if samples is not None:
-        if whole("samples", samples, least=1) > len(train[0]):
-            raise CadenError(f"`samples` is {samples} but {data} has {len(train[0])} training samples.")
-        train = (train[0][:samples], train[1][:samples])
+    if whole("validation", validation) >= len(train[0]):
+        raise CadenError(f"`validation` is {validation} but {data} has {len(train[0])} training samples.")
+    if validation:
+        test = (train[0][-validation:], train[1][-validation:])
+        train = (train[0][:-validation], train[1][:-validation])
+    train, test = _first("samples", train, samples), _first("test_samples", test, test_samples)
     features, classes = train[0][0].numel(), int(train[1].max()) + 1
     if callable(model):
         network = model()
@@ -60,6 +68,15 @@ def _classification_by_name(
         dtype=dtype,
         device=device,
     )
+
+
+def _first(name: str, data: tuple[Tensor, Tensor], count: int | None) -> tuple[Tensor, Tensor]:
+    """The first `count` samples; all of them for None."""
+    if count is None:
+        return data
+    if whole(name, count, least=1) > len(data[0]):
+        raise CadenError(f"`{name}` is {count} but there are only {len(data[0])} samples.")
+    return data[0][:count], data[1][:count]
 
 
 PROBLEMS: dict[str, Callable[..., Any]] = {

@@ -1,0 +1,163 @@
+"""Tuning with equal budgets: successive halving (Jamieson and Talwalkar, "Non-stochastic best arm identification and
+hyperparameter optimization", AISTATS 2016) over points of a Halton sequence in each method's search space.
+
+Every method gets the same number of points and the same rounds: `trials` points for `rounds` rounds each, the best
+third of them for three times as many, the best ninth for nine times. A trial ends early when it reaches the target; the
+fewest rounds win, or, where the target was not reached, the highest accuracy (without accuracies, the smallest relative
+error). Accuracy is that of samples held out from the training set; the test set is not looked at.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pandas as pd
+from scipy.stats import qmc
+
+from caden.config import Experiment
+from caden.errors import CadenError, positive, whole
+from caden.history import Record
+from caden.methods import METHODS
+from caden.plan import Store
+from caden.registry import factory
+from caden.run import start_point, warm_up
+from caden.theory import smoothness
+
+_PENALTY = {"low": 1e-3, "high": 1.0, "unit": "L"}
+_STEP = {"low": 0.03, "high": 30.0, "unit": "1/L"}
+_RELAX = [0.5, 0.7, 0.9]
+
+# A range is searched on a logarithmic scale, in units of the curvature L that the warm-up finds; a list is of choices.
+# All methods have one range of three decades and up to three choices beside it.
+SPACES: dict[str, dict[str, Any]] = {
+    "caden": {"mu_z": _PENALTY, "relax": _RELAX},
+    "caden_gd": {"mu_z": _PENALTY, "relax": _RELAX},
+    "adapd": {"eta": {"low": 1.0, "high": 1000.0, "unit": "1/L"}, "solver": ["gd", "agd", "adam"]},
+    "gt": {"alpha": _STEP, "form": ["atc", "semi_b", "non_atc"]},
+    "exact_diffusion": {"alpha": _STEP},
+    "led": {"alpha": _STEP, "beta": [0.1, 0.2, 0.5]},
+    "kgt": {"alpha": _STEP, "gamma": [0.5, 0.75, 1.0]},
+    "gt_lbfgs": {"alpha": {"low": 0.003, "high": 3.0}, "eps": [0.1, 1.0, 10.0]},
+}
+
+
+class Tuned(NamedTuple):
+    """What tuning a method gave."""
+
+    parameters: dict[str, Any]  # of the best trial
+    trials: pd.DataFrame  # a row per trial and rung: parameters, rounds, what it reached
+    record: Record  # of the best trial
+
+
+def space_of(method: str, given: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """The search space of a method: the given one, the one in `SPACES`, or three decades around a default."""
+    space = dict(given) or SPACES.get(method)
+    if not space:
+        signature = inspect.signature(factory("method", METHODS, {"name": method}))
+        numbers = [(k, p.default) for k, p in signature.parameters.items() if isinstance(p.default, float)]
+        numbers = [(k, v) for k, v in numbers if v > 0]
+        if not numbers:
+            raise CadenError(f"{method} has no search space: give one, such as `tune.{method}.alpha = [0.1, 0.3]`.")
+        name, default = numbers[0]
+        space = {name: {"low": default / 30, "high": default * 30}}
+    for name, entry in space.items():
+        if isinstance(entry, dict):
+            where = f"tune.{method}.{name}"
+            if not {"low", "high"} <= set(entry) <= {"low", "high", "unit"} or entry.get("unit") not in (None, *_UNITS):
+                raise CadenError(f'`{where}` takes `low`, `high` and `unit` ("L" or "1/L"), got {entry!r}.')
+            if positive(f"{where}.low", entry["low"]) > positive(f"{where}.high", entry["high"]):
+                raise CadenError(f"`{where}`: low is above high.")
+        elif not isinstance(entry, list) or not entry:
+            raise CadenError(f"`tune.{method}.{name}` must be a range {{low, high, unit}} or a list, got {entry!r}.")
+    factory("method", METHODS, {"name": method, **space})
+    return space
+
+
+_UNITS = ("L", "1/L")
+
+
+def points(space: Mapping[str, Any], trials: int, curvature: float, seed: int = 0) -> list[dict[str, Any]]:
+    """`trials` points of a space, spread evenly; numbers have three digits.
+
+    >>> points({"alpha": {"low": 0.1, "high": 10.0, "unit": "1/L"}, "form": ["atc", "semi_a"]}, 2, curvature=2.0)
+    [{'alpha': 0.112, 'form': 'semi_a'}, {'alpha': 1.12, 'form': 'atc'}]
+    """
+    sample = qmc.Halton(len(space), seed=seed).random(trials)
+    found = []
+    for row in sample:
+        point: dict[str, Any] = {}
+        for u, (name, entry) in zip(row.tolist(), space.items()):
+            if isinstance(entry, dict):
+                unit = {"L": curvature, "1/L": 1 / curvature}.get(entry.get("unit", ""), 1.0)
+                low, high = math.log(entry["low"] * unit), math.log(entry["high"] * unit)
+                point[name] = float(f"{math.exp(low + u * (high - low)):.3g}")
+            else:
+                point[name] = entry[int(u * len(entry))]
+        found.append(point)
+    return found
+
+
+def score(record: Record) -> tuple[float, float]:
+    """Smaller is better: rounds to the target, then error."""
+    end = record.summary
+    if end["stopped"] == "diverged":
+        return math.inf, math.inf
+    if "best_accuracy" in end:
+        reached = end.get("rounds_to_target")
+        return math.inf if reached is None else float(reached), -float(end["best_accuracy"])
+    return math.inf, float(record.rows[-1]["relative_error"] or math.inf)
+
+
+def held_out(config: Experiment) -> Experiment:
+    """The experiment measured on held-out training samples (a sixth, unless it says how many)."""
+    from caden import data
+
+    table = config.problem
+    if table["name"] != "classification" or table.get("validation"):
+        return config
+    count = len(data.load(table.get("data", "digits"))[0][0]) // 6
+    return config.model_copy(update={"problem": {**table, "validation": count}})
+
+
+def curvature(store: Store, config: Experiment) -> float:
+    """The largest L_i of the problem where the runs start."""
+    problem, _ = store.build(config)
+    x, known = start_point(problem, None), None
+    if config.warmup:
+        x, known = warm_up(problem, x, config.warmup)
+    largest = float((smoothness(problem, x) if known is None else known).max())
+    return largest if largest > 0 else 1.0
+
+
+def tune(
+    store: Store, config: Experiment, method: str, trials: int = 18, rounds: int = 20, steepest: float | None = None
+) -> Tuned:
+    """Search the space of a method with the given budget; runs are kept in the store."""
+    whole("trials", trials, least=1), whole("rounds", rounds, least=1)
+    space = space_of(method, config.tune.get(method, {}))
+    base = held_out(config).model_copy(
+        update={"stop_at_target": config.target is not None, "tune": {}, "compare": {}, "record_every": 1}
+    )
+    steepest = curvature(store, base) if steepest is None else steepest
+    fixed = {"name": method, **config.compare.get(method, {})}
+    alive = {number: {**fixed, **point} for number, point in enumerate(points(space, trials, steepest, config.seed))}
+    table: list[dict[str, Any]] = []
+    best: dict[int, Record] = {}
+    for rung in range(3):
+        length = rounds * 3**rung
+        todo = {n: p for n, p in alive.items() if n not in best or score(best[n])[0] == math.inf}
+        plans = {f"trial {n}": base.model_copy(update={"method": p, "rounds": length}) for n, p in todo.items()}
+        done = store.run(f"tune {method}, {length} rounds:", plans)
+        best |= {n: done[f"trial {n}"] for n in todo}
+        for n in todo:
+            end = best[n].summary
+            columns = ("round", "rounds_to_target", "best_accuracy", "relative_error", "stopped", "seconds")
+            row = {"trial": n, "rung": rung + 1, **{k: alive[n][k] for k in space}}
+            table.append({**row, **{k: end[k] for k in columns if k in end}, "run": best[n].path.name})
+        ranked = sorted(alive, key=lambda n: (*score(best[n]), n))
+        alive = {n: alive[n] for n in ranked[: max(1, math.ceil(len(alive) / 3))]}
+    winner = next(iter(alive))
+    return Tuned({k: v for k, v in alive[winner].items() if k != "name"}, pd.DataFrame(table), best[winner])
