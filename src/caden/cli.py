@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -23,6 +24,7 @@ from caden.graphs import GRAPHS
 from caden.history import Result, RunDirectory, plain
 from caden.methods import METHODS
 from caden.methods._caden import START
+from caden.plan import Store
 from caden.problems import PROBLEMS
 from caden.run import start_point, warm_up
 from caden.schedules import Draw, Participation, Workload
@@ -254,6 +256,86 @@ def resume(directory: Annotated[Path, typer.Argument(metavar="RUN")], as_json: J
     if RunDirectory(directory).weights.exists():
         raise CadenError(f"{directory} is complete; there is nothing to resume.")
     _carry_out(config, directory, True, as_json)
+
+
+@app.command("tune")
+def tune_(
+    method: Annotated[str, typer.Argument(metavar="METHOD|all")],
+    file: File = None,
+    settings: Settings = None,
+    trials: Annotated[int, typer.Option(help="Points of the search space.")] = 18,
+    rounds: Annotated[int, typer.Option(help="Rounds of each; the best third gets 3 times, the best ninth 9.")] = 20,
+    out: Annotated[Path, typer.Option(help="Folder of the trials; what is there is not run again.")] = Path("tuning"),
+    as_json: Json = False,
+) -> None:
+    """Tune methods with equal budgets, on training samples held out; spaces by --set tune.METHOD.KEY=..."""
+    from caden.tune import SPACES, space_of, tune
+
+    config, store = experiment(file, settings or []), Store(out)
+    names = list(SPACES) if method == "all" else [name.strip() for name in method.split(",")]
+    for name in names:
+        space_of(name, config.tune.get(name, {}))
+    for name in config.tune:
+        choose("key", f"tune.{name}", [f"tune.{n}" for n in names])
+    found = {name: tune(store, config, name, trials, rounds) for name in names}
+    best = {name: tuned.parameters for name, tuned in found.items()}
+    everything = pd.concat([t.trials.assign(method=name) for name, t in found.items()], ignore_index=True)
+    everything.to_csv(out / "trials.csv", index=False, lineterminator="\n")
+    (out / "tuned.toml").write_text(config.model_copy(update={"compare": best, "tune": {}}).to_toml())
+    if as_json:
+        print(json.dumps(plain({name: {"parameters": best[name], **t.record.summary} for name, t in found.items()})))
+        return
+    table = Table("method", "best parameters", "rounds", "accuracy", title="tuned on held-out samples")
+    for name, tuned in found.items():
+        end = tuned.record.summary
+        took, accuracy = end.get("rounds_to_target"), end.get("best_accuracy")
+        said = ", ".join(f"{k}={v}" for k, v in tuned.parameters.items())
+        table.add_row(name, said, "-" if took is None else str(took), "-" if accuracy is None else f"{accuracy:.2%}")
+    console = Console()
+    console.print(table)
+    console.print(f"all trials: {out / 'trials.csv'}", soft_wrap=True)
+    again = f"caden compare {out / 'tuned.toml'} --methods {','.join(names)}"
+    console.print(f"compare them on the test set: {again}", soft_wrap=True)
+
+
+@app.command("reproduce")
+def reproduce_(
+    parts: Annotated[list[str] | None, typer.Argument(metavar="[PART...]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the data and of the rounds.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the runs and the page; what is there is not run again.")] = Path(
+        "results"
+    ),
+) -> None:
+    """Run the paper's experiments and more, and write the page about them; parts: fig1, fig2, table1, tuned ... all."""
+    from caden import report as reports
+    from caden import reproduce
+
+    chosen = list(reproduce.PARTS) if not parts or "all" in parts else list(dict.fromkeys(parts))
+    for part in chosen:
+        choose("part", part, [*reproduce.PARTS, "all"])
+    console = Console(stderr=True)
+    plan = reproduce.Plan(Store(out / "runs"), reproduce.QUICK if quick else reproduce.FULL)
+    for part in chosen:
+        console.print(f"{part}: {reproduce.PARTS[part]}", highlight=False)
+    minutes = reproduce.estimate(plan, chosen) / 60
+    console.print(f"about {minutes:.0f} minutes from nothing; finished runs are not run again", highlight=False)
+    command = " ".join(["caden reproduce", *(parts or ["all"]), *(["--quick"] if quick else [])])
+    page = reports.write(reproduce.build(plan, chosen, command), out)
+    Console().print(f"page: {page}", soft_wrap=True)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    out: Annotated[Path, typer.Option(help="Folder for the page and its files.")] = Path("report"),
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Decentralized runs",
+) -> None:
+    """Write a page about runs (directories, or folders of them): figures, tables, parameters; also as files."""
+    from caden import report as reports
+
+    command = "caden report " + " ".join(str(path) for path in runs)
+    page = reports.write(reports.of_runs(reports.load(runs), title, command), out)
+    Console().print(f"page: {page}", soft_wrap=True)
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -100,7 +100,7 @@ class RunDirectory:
         about = {name: version(name) for name in packages}
         about |= {
             "python": platform.python_version(),
-            "machine": platform.machine(),
+            "machine": _processor(),
             "cores": str(os.cpu_count()),
             "seed": str(seed),
         }
@@ -166,6 +166,15 @@ class RunDirectory:
         curves(result.history, self.path / "curves.png", result.target)
         self.summarise(result)
         checkpoint.save(self.weights, {"x": result.x, "mean": result.mean}, {"agents": len(result.x)})
+
+
+def _processor() -> str:
+    """The processor's model where the system tells it, else its kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
 
 
 def plain(value: Any) -> Any:

@@ -35,6 +35,7 @@ class Store:
     def __init__(self, folder: Path, progress: bool | None = None):
         self.folder, self._progress = folder, progress
         self._built: tuple[str, tuple[Problem, Graph]] | None = None
+        self.seen: dict[Path, Record] = {}  # what was asked for, in order
 
     def path(self, config: Experiment) -> Path:
         """Where the run of this experiment is, or will be."""
@@ -64,7 +65,9 @@ class Store:
                 bar.begin(name)
                 found[name] = self.find(config) or self._one(config, bar)  # two names may mean the same run
                 bar.end(config.rounds, found[name])
-        return {name: record for name, record in found.items() if record is not None}
+        records = {name: record for name, record in found.items() if record is not None}
+        self.seen |= {record.path: record for record in records.values()}
+        return records
 
     def _one(self, config: Experiment, bar: _Bar) -> Record:
         place = RunDirectory(self.path(config))

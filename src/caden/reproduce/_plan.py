@@ -90,6 +90,17 @@ class Plan:
     def __init__(self, store: Store, scale: Scale = FULL):
         self.store, self.scale = store, scale
 
+    @property
+    def records(self) -> list[Record]:
+        """All runs asked for so far."""
+        return list(self.store.seen.values())
+
+    def problem_of(self, part: str) -> dict[str, Any]:
+        """What a part changes in the problem."""
+        if part == "fashion":
+            return {"data": self.scale.other}
+        return {"partition": {"name": "dirichlet", "alpha": 0.3}} if part == "skewed" else {}
+
     def base(self, rounds: int, **settings: Any) -> Experiment:
         """The paper's problem, graph and start; settings as in an experiment's file."""
         size = {k: v for k in ("samples", "test_samples") if (v := getattr(self.scale, k)) is not None}
@@ -194,6 +205,47 @@ class Plan:
     def compare(self) -> dict[str, Record]:
         """The paper's four methods, tuned, for as long as in the paper."""
         return self.with_tuned(METHODS, self.scale.rounds, "tuned:")
+
+    # Beyond the paper, all tuned.
+
+    def seeds(self) -> dict[str, list[Record]]:
+        """Other data splits, graphs and starts."""
+        found: dict[str, list[Record]] = {name: [] for name in METHODS}
+        for seed in self.scale.seeds:
+            for name, record in self.with_tuned(METHODS, self.scale.short, f"seed {seed}:", seed).items():
+                found[name].append(record)
+        return found
+
+    def fashion(self) -> dict[str, Record]:
+        """Fashion-MNIST."""
+        return self.with_tuned(METHODS, self.scale.short, "fashion:", **self.problem_of("fashion"))
+
+    def skewed(self) -> dict[str, Record]:
+        """Classes dealt unevenly: Dirichlet with parameter 0.3."""
+        return self.with_tuned(METHODS, self.scale.short, "skewed:", **self.problem_of("skewed"))
+
+    def rivals(self) -> dict[str, Record]:
+        """Methods that the paper does not compare with."""
+        return self.with_tuned(RIVALS, self.scale.short, "rivals:")
+
+    def ablations(self) -> dict[str, dict[str, Record]]:
+        """One thing changed at a time, from CADEN as it was tuned."""
+        best, short = {"name": "caden", **self.tuned("caden").parameters}, self.scale.short
+        relax = {f"relax {r}": self.base(short, method={**best, "relax": r}) for r in (0.5, 0.7, 0.9)}
+        fresh = {"name": "lbfgs", "carry": False}
+        memory = {
+            "pairs carried over rounds": self.base(short, method=best),
+            "pairs dropped every round": self.base(short, method={**best, "solver": fresh}),
+        }
+        half = {
+            f"50 %, {dual}": self.base(short, method={**best, "relax": 0.5, "dual": dual}, participation=0.5)
+            for dual in ("exact", "paper")
+        }
+        return {
+            "relax": self.store.run("relaxation:", relax),
+            "memory": self.store.run("memory:", memory),
+            "dual": self.store.run("dual rules:", half),
+        }
 
 
 def _largest_ratios(problem: Problem, phases: tuple[tuple[int, float], ...]) -> list[float]:
