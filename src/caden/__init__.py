@@ -1,6 +1,6 @@
 """CADEN and its relatives: agents on a graph train one model together without a server."""
 
-from caden import data, graphs, methods, parallel, problems, schedules, solvers, theory
+from caden import data, graphs, log, methods, parallel, problems, schedules, solvers, theory
 from caden.core import Info, LocalSolver, Method, Objective, Problem, Round
 from caden.errors import CadenError, Diverged, Interrupted, RunError
 from caden.graphs import Graph
@@ -25,6 +25,7 @@ __all__ = [
     "Warmup",
     "data",
     "graphs",
+    "log",
     "methods",
     "parallel",
     "problems",

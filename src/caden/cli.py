@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from caden import check, data, plots, schedules
+from caden import check, data, log, plots, schedules
 from caden.config import Experiment, experiment
 from caden.errors import CadenError, RunError, choose, positive
 from caden.graphs import GRAPHS
@@ -91,10 +91,10 @@ def _show(result: Result, config: Experiment, as_json: bool) -> None:
             console.print(f"picture: {result.directory / 'curves.png'}", soft_wrap=True)
 
 
-def _carry_out(config: Experiment, directory: Path | None, resume: bool, as_json: bool) -> None:
+def _carry_out(config: Experiment, directory: Path | None, resume: bool, as_json: bool, **options: Any) -> None:
     """Run, and show also what a failed run recorded."""
     try:
-        result = config.run(directory, resume)
+        result = config.run(directory, resume, **options)
     except RunError as error:
         if error.result is not None and as_json:
             _show(error.result, config, as_json)
@@ -107,6 +107,7 @@ def run(
     file: File = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; by default a new one under runs/.")] = None,
+    events: Annotated[Path | None, typer.Option("--tensorboard", help="Folder for TensorBoard event files.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run an experiment; without a file the paper's setting on the embedded digits."""
@@ -117,7 +118,8 @@ def run(
         out = Path("runs") / f"{config.method['name']}-{what}-{stamp}".replace(":", ".").replace("/", ".")
     elif out.exists():
         raise CadenError(f"{out} exists already; choose another directory, or resume that run.")
-    _carry_out(config, out, False, as_json)
+    callbacks = [] if events is None else [log.tensorboard(events)]
+    _carry_out(config, out, False, as_json, callbacks=callbacks)
 
 
 @app.command()

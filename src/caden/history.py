@@ -159,11 +159,12 @@ class RunDirectory:
         """Write the summary: of a complete run, or of one that diverged."""
         self.summary.write_text(json.dumps(plain(result.summary()), indent=1) + "\n")
 
-    def finish(self, result: Result) -> None:
+    def finish(self, result: Result, picture: bool = True) -> None:
         """Picture, summary and, as the sign that the run is complete, the weights."""
-        from caden.plots import curves
+        if picture:
+            from caden.plots import curves
 
-        curves(result.history, self.path / "curves.png", result.target)
+            curves(result.history, self.path / "curves.png", result.target)
         self.summarise(result)
         checkpoint.save(self.weights, {"x": result.x, "mean": result.mean}, {"agents": len(result.x)})
 

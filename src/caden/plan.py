@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import caden
-from caden.config import Experiment
+from caden.config import Experiment, experiment
 from caden.core import Problem
 from caden.errors import CadenError, Diverged
 from caden.graphs import Graph
@@ -71,14 +71,16 @@ class Store:
 
     def _one(self, config: Experiment, bar: _Bar) -> Record:
         place = RunDirectory(self.path(config))
-        built, copy = self.build(config), config.model_copy(deep=True)
+        begun = place.path.exists()
+        config = experiment(place.path / "config.toml", defaults={}) if begun else config.model_copy(deep=True)
         try:
-            copy.run(place.path, place.path.exists(), built, progress=False, callbacks=[bar.row])
+            config.run(place.path, begun, self.build(config), progress=False, picture=False, callbacks=[bar.row])
         except Diverged:
             if not place.summary.exists():  # before the first round: nothing to show, nothing to keep
                 raise
         except CadenError as error:
             raise CadenError(f"{place.path.name}: {error}") from None
+        place.checkpoint.unlink(missing_ok=True)  # large, and of no more use
         return place.record()
 
 

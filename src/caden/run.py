@@ -73,6 +73,7 @@ def simulate(
     directory: Path | str | None = None,
     checkpoint_every: int = 25,
     config: str = "",
+    picture: bool = True,
     resume: bool = False,
 ) -> Result:
     """Run `method` on `problem` over `graph`, all agents in this process.
@@ -97,6 +98,7 @@ def simulate(
         directory: where to keep the run; it must not exist, unless `resume` continues it.
         checkpoint_every: rounds between two checkpoints.
         config: text kept in the directory as config.toml.
+        picture: draw the history into the directory at the end.
 
     Returns:
         Result with `x` (m, d), `history`, `mean`, `module()`, `summary()`.
@@ -249,7 +251,7 @@ def simulate(
                     raise stop(_interrupted(index, place, config), "interrupted")
         done = result(why or "rounds")
         if place:
-            place.finish(done)
+            place.finish(done, picture)
         return done
 
 

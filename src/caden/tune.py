@@ -80,14 +80,13 @@ _UNITS = ("L", "1/L")
 
 
 def points(space: Mapping[str, Any], trials: int, curvature: float, seed: int = 0) -> list[dict[str, Any]]:
-    """`trials` points of a space, spread evenly; numbers have three digits.
+    """`trials` different points of a space (fewer if it has fewer), spread evenly; numbers have three digits.
 
     >>> points({"alpha": {"low": 0.1, "high": 10.0, "unit": "1/L"}, "form": ["atc", "semi_a"]}, 2, curvature=2.0)
-    [{'alpha': 0.112, 'form': 'semi_a'}, {'alpha': 1.12, 'form': 'atc'}]
+    [{'alpha': 0.0789, 'form': 'atc'}, {'alpha': 0.789, 'form': 'semi_a'}]
     """
-    sample = qmc.Halton(len(space), seed=seed).random(trials)
-    found = []
-    for row in sample:
+    found: list[dict[str, Any]] = []
+    for row in qmc.Halton(len(space), seed=seed).random(8 * trials):
         point: dict[str, Any] = {}
         for u, (name, entry) in zip(row.tolist(), space.items()):
             if isinstance(entry, dict):
@@ -96,7 +95,8 @@ def points(space: Mapping[str, Any], trials: int, curvature: float, seed: int = 
                 point[name] = float(f"{math.exp(low + u * (high - low)):.3g}")
             else:
                 point[name] = entry[int(u * len(entry))]
-        found.append(point)
+        if point not in found and len(found) < trials:
+            found.append(point)
     return found
 
 
