@@ -84,6 +84,19 @@ def test_damaged_directories_are_one_clear_line(tmp_path):
         history.RunDirectory(record.path).record()
 
 
+def test_several_processes_leave_the_same_runs(tmp_path):
+    plans = {str(n): small("rounds=2", "problem.batching=loop", f"seed={n}") for n in range(3)}
+    plans["broken"] = small("rounds=40", "problem.batching=loop", "method.name=gt", "method.alpha=1e6")
+    alone = Store(tmp_path / "alone").run("t", plans)
+    shared = Store(tmp_path / "shared", jobs=2).run("t", plans)
+    for name in plans:
+        assert shared[name].path.name == alone[name].path.name
+        ours, theirs = ([{**row, "seconds": 0} for row in r[name].rows] for r in (shared, alone))
+        assert str(ours) == str(theirs)  # a broken one has nan
+    with pytest.raises(CadenError, match="edges"):
+        Store(tmp_path / "bad", jobs=2).run("t", {str(n): small("graph.edges=99", f"seed={n}") for n in range(2)})
+
+
 def test_two_names_for_one_run_cost_one_run(tmp_path):
     found = Store(tmp_path).run("t", {"a": small("rounds=2"), "b": small("rounds=2")})
     assert found["a"].path == found["b"].path
@@ -164,7 +177,7 @@ def test_tuning_never_looks_at_the_test_set(tmp_path):
 def test_tuning_a_second_time_runs_nothing(tmp_path, monkeypatch):
     config = small("tune.dgd.alpha=[0.01, 0.1]")
     first = tune(Store(tmp_path), config, "dgd", trials=2, rounds=1)
-    monkeypatch.setattr(Store, "_one", lambda *_: pytest.fail("ran again"))
+    monkeypatch.setattr(Store, "one", lambda *_: pytest.fail("ran again"))
     again = tune(Store(tmp_path), config, "dgd", trials=2, rounds=1)
     assert again.parameters == first.parameters
     assert again.trials.equals(first.trials)

@@ -56,7 +56,7 @@ def test_the_whole_plan_gives_every_figure_and_table_as_files(tiny):
 
 def test_a_second_time_nothing_is_run(tiny, monkeypatch):
     plan, page = tiny
-    monkeypatch.setattr(Store, "_one", lambda *_: pytest.fail("ran again"))
+    monkeypatch.setattr(Store, "one", lambda *_: pytest.fail("ran again"))
     again = Plan(Store(plan.store.folder, progress=False), TINY)
     found = reproduce.build(again, list(reproduce.PARTS), "caden reproduce all")
     assert report.html(found) == page.read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from caden import check, data, log, plots, schedules
+from caden import check, data, log, schedules
 from caden.config import Experiment, experiment
 from caden.errors import CadenError, RunError, choose, positive
 from caden.graphs import GRAPHS
@@ -42,6 +43,7 @@ app.add_typer(data_app, name="data")
 
 File = Annotated[Path | None, typer.Argument(metavar="[EXPERIMENT.toml]")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")]
+Jobs = Annotated[int, typer.Option(help="Processes that share the cores, each with a run at a time.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -151,7 +153,12 @@ def compare(
             failed[name] = str(error)
             if error.result is not None:
                 results[name] = error.result
-    plots.comparison({name: r.history for name, r in results.items()}, out / "compare.png", config.target)
+    from caden import report as reports
+
+    lines = {name: [r.history] for name, r in results.items()}
+    measure = "accuracy" if all("accuracy" in h[0] for h in lines.values()) else "relative_error"
+    four = [reports.Figure("", "", measure, lines, x, config.target) for x in list(reports.AXES)[:4]]
+    reports.draw(four, out / "compare.png")
     summaries = {name: result.summary() for name, result in results.items()}
     if as_json:
         print(json.dumps(plain({"summaries": summaries, "failed": failed, "directory": str(out)})))
@@ -268,12 +275,13 @@ def tune_(
     trials: Annotated[int, typer.Option(help="Points of the search space.")] = 18,
     rounds: Annotated[int, typer.Option(help="Rounds of each; the best third gets 3 times, the best ninth 9.")] = 20,
     out: Annotated[Path, typer.Option(help="Folder of the trials; what is there is not run again.")] = Path("tuning"),
+    jobs: Jobs = min(4, os.cpu_count() or 1),
     as_json: Json = False,
 ) -> None:
     """Tune methods with equal budgets, on training samples held out; spaces by --set tune.METHOD.KEY=..."""
     from caden.tune import SPACES, space_of, tune
 
-    config, store = experiment(file, settings or []), Store(out)
+    config, store = experiment(file, settings or []), Store(out, jobs=jobs)
     names = list(SPACES) if method == "all" else [name.strip() for name in method.split(",")]
     for name in names:
         space_of(name, config.tune.get(name, {}))
@@ -307,6 +315,7 @@ def reproduce_(
     out: Annotated[Path, typer.Option(help="Folder of the runs and the page; what is there is not run again.")] = Path(
         "results"
     ),
+    jobs: Jobs = min(4, os.cpu_count() or 1),
 ) -> None:
     """Run the paper's experiments and more, and write the page about them; parts: fig1, fig2, table1, tuned ... all."""
     from caden import report as reports
@@ -316,7 +325,7 @@ def reproduce_(
     for part in chosen:
         choose("part", part, [*reproduce.PARTS, "all"])
     console = Console(stderr=True)
-    plan = reproduce.Plan(Store(out / "runs"), reproduce.QUICK if quick else reproduce.FULL)
+    plan = reproduce.Plan(Store(out / "runs", jobs=jobs), reproduce.QUICK if quick else reproduce.FULL)
     for part in chosen:
         console.print(f"{part}: {reproduce.PARTS[part]}", highlight=False)
     minutes = reproduce.estimate(plan, chosen) / 60

@@ -162,9 +162,9 @@ class RunDirectory:
     def finish(self, result: Result, picture: bool = True) -> None:
         """Picture, summary and, as the sign that the run is complete, the weights."""
         if picture:
-            from caden.plots import curves
+            from caden.report import draw, figures
 
-            curves(result.history, self.path / "curves.png", result.target)
+            draw(figures({"": [result.history]}, result.target), self.path / "curves.png")
         self.summarise(result)
         checkpoint.save(self.weights, {"x": result.x, "mean": result.mean}, {"agents": len(result.x)})
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-import time
-from collections.abc import Mapping
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+import torch
 
 import caden
 from caden.config import Experiment, experiment
 from caden.core import Problem
-from caden.errors import CadenError, Diverged
+from caden.errors import CadenError, Diverged, whole
 from caden.graphs import Graph
-from caden.history import Record, Row, RunDirectory
+from caden.history import Record, RunDirectory
+from caden.progress import PlanBar
+from caden.run import Callback
 
 
 def digest(config: Experiment) -> str:
@@ -30,10 +31,14 @@ def digest(config: Experiment) -> str:
 
 
 class Store:
-    """Runs under one folder. What is complete there is read, what was interrupted goes on, the rest is run."""
+    """Runs under one folder. What is complete there is read, what was interrupted goes on, the rest is run.
 
-    def __init__(self, folder: Path, progress: bool | None = None):
-        self.folder, self._progress = folder, progress
+    With several `jobs`, so many processes share the cores and each takes a run at a time; for runs of this library's
+    size that is faster than one process on all cores.
+    """
+
+    def __init__(self, folder: Path, progress: bool | None = None, jobs: int = 1):
+        self.folder, self._progress, self._jobs = folder, progress, whole("jobs", jobs, least=1)
         self._built: tuple[str, tuple[Problem, Graph]] | None = None
         self.seen: dict[Path, Record] = {}  # what was asked for, in order
 
@@ -57,24 +62,44 @@ class Store:
         return self._built[1]
 
     def run(self, title: str, plans: Mapping[str, Experiment]) -> dict[str, Record]:
-        """The records of all experiments; those that are not there yet are run first, in the given order."""
-        found = {name: self.find(config) for name, config in plans.items()}
-        todo = {name: config for name, config in plans.items() if found[name] is None}
-        with _Bar(title, sum(config.rounds for config in todo.values()), len(todo), self._progress) as bar:
-            for name, config in todo.items():
-                bar.begin(name)
-                found[name] = self.find(config) or self._one(config, bar)  # two names may mean the same run
-                bar.end(config.rounds, found[name])
-        records = {name: record for name, record in found.items() if record is not None}
+        """The records of all experiments; those that are not there yet are run first."""
+        todo = {
+            self.path(c): (name, c) for name, c in plans.items() if self.find(c) is None
+        }  # a run may have two names
+        with PlanBar(title, sum(c.rounds for _, c in todo.values()), len(todo), self._progress) as bar:
+            if self._jobs > 1 and len(todo) > 1:
+                self._share(list(todo.values()), bar)
+            else:
+                for name, config in todo.values():
+                    bar.begin(name)
+                    bar.end(name, config.rounds, self.one(config, [bar.row]))
+        records = {name: RunDirectory(self.path(config)).record() for name, config in plans.items()}
         self.seen |= {record.path: record for record in records.values()}
         return records
 
-    def _one(self, config: Experiment, bar: _Bar) -> Record:
+    def _share(self, todo: list[tuple[str, Experiment]], bar: PlanBar) -> None:
+        """Run experiments in several processes."""
+        threads = max(1, torch.get_num_threads() // self._jobs)
+        self._built = None  # the workers have their own
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self._jobs, context, torch.set_num_threads, (threads,)) as pool:
+            waiting = {pool.submit(_work, self.folder, config.model_dump()): (name, config) for name, config in todo}
+            try:
+                for done in as_completed(waiting):
+                    name, config = waiting[done]
+                    done.result()
+                    bar.end(name, config.rounds, RunDirectory(self.path(config)).record())
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def one(self, config: Experiment, callbacks: Sequence[Callback] = ()) -> Record:
+        """Run an experiment, or go on with it."""
         place = RunDirectory(self.path(config))
         begun = place.path.exists()
         config = experiment(place.path / "config.toml", defaults={}) if begun else config.model_copy(deep=True)
         try:
-            config.run(place.path, begun, self.build(config), progress=False, picture=False, callbacks=[bar.row])
+            config.run(place.path, begun, self.build(config), progress=False, picture=False, callbacks=callbacks)
         except Diverged:
             if not place.summary.exists():  # before the first round: nothing to show, nothing to keep
                 raise
@@ -84,56 +109,10 @@ class Store:
         return place.record()
 
 
-class _Bar:
-    """Rounds over a whole plan: a bar on a terminal, else a line on standard error per run that has ended."""
+@cache
+def _store(folder: Path) -> Store:
+    return Store(folder)  # a worker's own, which keeps the problem that it built last
 
-    def __init__(self, title: str, rounds: int, runs: int, show: bool | None):
-        console = Console(stderr=True, force_terminal=show or None)
-        on = console.is_terminal if show is None else show
-        self._lines, self._runs, self._number, self._done = not on and show is None, runs, 0, 0
-        self._title, self._name, self._began = title, "", 0.0
-        self._bar = Progress(
-            TextColumn(f"{title} {{task.fields[text]}}"),
-            BarColumn(bar_width=None),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not on or not rounds,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=max(rounds, 1), text="")
 
-    def begin(self, name: str) -> None:
-        self._number, self._name, self._began = self._number + 1, name, time.perf_counter()
-        self._bar.update(self._task, text=f"{self._number}/{self._runs} {name}")
-
-    def row(self, row: Row, state: Any) -> None:
-        """A callback for `simulate`."""
-        accuracy = f" {float(row['accuracy'] or 0):.2%}" if "accuracy" in row else ""
-        text = f"{self._number}/{self._runs} {self._name} round {row['round']}{accuracy}"
-        self._bar.update(self._task, completed=self._done + int(row["round"] or 0), text=text)
-
-    def end(self, rounds: int, record: Record | None) -> None:
-        self._done += rounds
-        self._bar.update(self._task, completed=self._done)
-        if self._lines and record is not None:
-            end = record.summary
-            accuracy = f", best {end['best_accuracy']:.2%}" if "best_accuracy" in end else ""
-            reached = end.get("rounds_to_target")
-            reached = "" if reached is None else f", {end['target']:.0%} in {reached}"
-            print(
-                f"{self._title} {self._number}/{self._runs} {self._name}: {end['round']} rounds{accuracy}{reached}"
-                f" ({time.perf_counter() - self._began:.0f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def __enter__(self) -> _Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+def _work(folder: Path, config: dict[str, Any]) -> None:
+    _store(folder).one(Experiment.model_validate(config))

@@ -3,7 +3,7 @@
 from caden.report._draw import draw, markdown, write_figure, write_table
 from caden.report._html import html, write
 from caden.report._model import AXES, MEASURES, Figure, Report, Section, Table, running_mean
-from caden.report._runs import labelled, load, of_runs, parameters, results
+from caden.report._runs import figures, labelled, load, of_runs, parameters, results
 
 __all__ = [
     "AXES",
@@ -13,6 +13,7 @@ __all__ = [
     "Section",
     "Table",
     "draw",
+    "figures",
     "html",
     "labelled",
     "load",

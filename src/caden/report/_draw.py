@@ -39,7 +39,9 @@ def draw(figures: Sequence[Figure], *paths: Path) -> None:
             axis.set_xscale("log")
         if figure.target is not None and figure.measure == "accuracy":
             axis.axhline(figure.target, color="grey", linewidth=1, linestyle=":")
-        axis.set(title=figure.title, xlabel=AXES[figure.x], ylabel=name)
+            place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "fontsize": 8}
+            axis.annotate(f"target {figure.target:.0%}", (1, figure.target), **place)
+        axis.set(title=figure.title, xlabel=AXES[figure.x], ylabel="" if figure.title == name else name)
         axis.title.set_fontsize(10)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

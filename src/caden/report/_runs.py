@@ -61,19 +61,20 @@ def labelled(records: Sequence[Record]) -> dict[str, list[Record]]:
     return found
 
 
+def figures(lines: dict[str, list[pd.DataFrame]], target: float | None = None) -> list[Figure]:
+    """A figure of every measure that one of the histories has."""
+    columns = {c for group in lines.values() for h in group for c in h if not h[c].isna().all()}
+    return [Figure(name, title, name, lines, target=target) for name, (title, _) in MEASURES.items() if name in columns]
+
+
 def of_runs(records: Sequence[Record], title: str, command: str = "") -> Report:
     """Figures of every measure that the runs have, the table of what they reached, and their parameters."""
     runs = labelled(records)
     lines = {label: [running_mean(r.history) for r in group] for label, group in runs.items()}
-    columns = {c for group in lines.values() for h in group for c in h if not h[c].isna().all()}
     targets = [r.summary["target"] for r in records if r.summary.get("target")]
-    figures = [
-        Figure(name, MEASURES[name][0].split(":")[0], name, lines, target=targets[0] if targets else None)
-        for name in MEASURES
-        if name in columns
-    ]
     tables = [results("results", "What the runs reached", runs)]
-    sections = [Section("Results", [], figures, tables), Section("Parameters", [], [], [parameters(runs)])]
+    drawn = figures(lines, targets[0] if targets else None)
+    sections = [Section("Results", [], drawn, tables), Section("Parameters", [], [], [parameters(runs)])]
     return Report(title, summary(runs), sections, graph_of(records[0]), about(records, command))
 
 
