@@ -93,6 +93,10 @@ def test_several_processes_leave_the_same_runs(tmp_path):
         assert shared[name].path.name == alone[name].path.name
         ours, theirs = ([{**row, "seconds": 0} for row in r[name].rows] for r in (shared, alone))
         assert str(ours) == str(theirs)  # a broken one has nan
+
+
+@pytest.mark.slow
+def test_bad_input_in_one_of_several_processes_is_one_clear_line(tmp_path):
     with pytest.raises(CadenError, match="edges"):
         Store(tmp_path / "bad", jobs=2).run("t", {str(n): small("graph.edges=99", f"seed={n}") for n in range(2)})
 

@@ -44,6 +44,7 @@ app.add_typer(data_app, name="data")
 File = Annotated[Path | None, typer.Argument(metavar="[EXPERIMENT.toml]")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")]
 Jobs = Annotated[int, typer.Option(help="Processes that share the cores, each with a run at a time.")]
+JOBS = min(4, os.cpu_count() or 1)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -275,7 +276,7 @@ def tune_(
     trials: Annotated[int, typer.Option(help="Points of the search space.")] = 18,
     rounds: Annotated[int, typer.Option(help="Rounds of each; the best third gets 3 times, the best ninth 9.")] = 20,
     out: Annotated[Path, typer.Option(help="Folder of the trials; what is there is not run again.")] = Path("tuning"),
-    jobs: Jobs = min(4, os.cpu_count() or 1),
+    jobs: Jobs = JOBS,
     as_json: Json = False,
 ) -> None:
     """Tune methods with equal budgets, on training samples held out; spaces by --set tune.METHOD.KEY=..."""
@@ -315,7 +316,7 @@ def reproduce_(
     out: Annotated[Path, typer.Option(help="Folder of the runs and the page; what is there is not run again.")] = Path(
         "results"
     ),
-    jobs: Jobs = min(4, os.cpu_count() or 1),
+    jobs: Jobs = JOBS,
 ) -> None:
     """Run the paper's experiments and more, and write the page about them; parts: fig1, fig2, table1, tuned ... all."""
     from caden import report as reports
