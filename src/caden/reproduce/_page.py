@@ -106,7 +106,7 @@ def _fig1(plan: Plan, summary: list[str]) -> list[Section]:
         "fig-v",
         "Theorem 1: the running mean of V against 1 / T",
         "mean_lyapunov",
-        {"CADEN, as in the paper": [own], "V at the start / T": [bound]},
+        {"CADEN, as in the paper": [own], "the slope of 1 / T": [bound]},
         log_x=True,
         command=_command(plan, "fig1"),
     )
@@ -205,7 +205,7 @@ def _pairs(ours: Mapping[str, Record], tuned: Mapping[str, Record]) -> pd.DataFr
 
 def _tuned(plan: Plan, summary: list[str]) -> list[Section]:
     runs, scale = plan.compare(), plan.scale
-    summary += _verdict(runs, scale.target)
+    summary[:0] = _verdict(runs, scale.target)
     text = [
         f"Every method had {scale.trials} points of its search space for {scale.trial_rounds} rounds each, the best "
         f"third of them for {3 * scale.trial_rounds}, the best ninth for {9 * scale.trial_rounds}; a trial ends at the "
@@ -227,8 +227,8 @@ def _verdict(runs: Mapping[str, Record], target: float) -> list[str]:
         said.append(f"Tuned, fewest {what} to {target:.0%}: {order[0]} ({values}).")
     plain = [n for n in runs if n not in ("CADEN", "GT-L-BFGS")]
     rival = min(plain, key=lambda n: _took(runs[n], "communications"))
-    ratio = _took(runs["CADEN"], "communications") / _took(runs[rival], "communications")
-    if math.isfinite(ratio):
+    if math.isfinite(_took(runs[rival], "communications")):
+        ratio = _took(runs["CADEN"], "communications") / _took(runs[rival], "communications")
         said.append(f"Tuned CADEN sends {ratio:.2f} times what the best method without curvature, {rival}, sends.")
     published = PUBLISHED["CADEN"][0]
     took = runs["CADEN"].summary["rounds_to_target"]
@@ -247,7 +247,7 @@ def _seeds(plan: Plan, summary: list[str]) -> list[Section]:
     }
     groups = {name: [first[name], *records] for name, records in more.items()}
     took = {name: [_took(r) for r in group] for name, group in groups.items()}
-    spread = ", ".join(f"{n} {_words(min(t))} to {_words(max(t))}" for n, t in took.items())
+    spread = ", ".join(f"{n} {' / '.join(map(_words, t))}" for n, t in took.items())
     summary.append(f"Over {1 + len(plan.scale.seeds)} seeds, rounds to {plan.scale.target:.0%}: {spread}.")
     rows = [{"method": n, **{f"seed {s}": _words(v) for s, v in enumerate(t)}} for n, t in took.items()]
     text = [
