@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from caden import check, data, log, schedules
+from caden import check, cluster, data, log, schedules
 from caden.config import Experiment, experiment
-from caden.errors import CadenError, RunError, choose, positive
+from caden.errors import CadenError, RunError, choose, positive, whole
 from caden.graphs import GRAPHS
 from caden.history import Result, RunDirectory, plain
 from caden.methods import METHODS
@@ -99,10 +99,11 @@ def _carry_out(config: Experiment, directory: Path | None, resume: bool, as_json
     try:
         result = config.run(directory, resume, **options)
     except RunError as error:
-        if error.result is not None and as_json:
+        if error.result is not None and as_json and cluster.rank() == 0:
             _show(error.result, config, as_json)
         raise
-    _show(result, config, as_json)
+    if cluster.rank() == 0:
+        _show(result, config, as_json)
 
 
 @app.command()
@@ -111,18 +112,26 @@ def run(
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; by default a new one under runs/.")] = None,
     events: Annotated[Path | None, typer.Option("--tensorboard", help="Folder for TensorBoard event files.")] = None,
+    processes: Annotated[int, typer.Option(help="Processes that share the agents, as under torchrun.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Run an experiment; without a file the paper's setting on the embedded digits."""
     config = experiment(file, settings or [])
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun started the job anew
     if out is None:
         what = config.problem.get("data", config.problem["name"])
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+        stamp = cluster.job() if cluster.launched() else datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
         out = Path("runs") / f"{config.method['name']}-{what}-{stamp}".replace(":", ".").replace("/", ".")
-    elif out.exists():
+    elif out.exists() and not again and cluster.rank() == 0:
         raise CadenError(f"{out} exists already; choose another directory, or resume that run.")
-    callbacks = [] if events is None else [log.tensorboard(events)]
-    _carry_out(config, out, False, as_json, callbacks=callbacks)
+    if whole("processes", processes, least=1) > 1 and not cluster.launched():
+        given = [a for a in sys.argv[1:] if not a.startswith("--processes=")]
+        if "--processes" in given:
+            place = given.index("--processes")
+            del given[place : place + 2]
+        sys.exit(cluster.start([sys.executable, "-m", "caden", *given], processes))
+    callbacks = [] if events is None or cluster.rank() else [log.tensorboard(events)]
+    _carry_out(config, out, again and out.exists(), as_json, callbacks=callbacks)
 
 
 @app.command()
@@ -454,9 +463,12 @@ def main() -> None:
     warnings.showwarning = lambda message, *rest: print(f"caden: warning: {message}", file=sys.stderr)
     try:
         app()
-    except CadenError as error:
-        print(f"caden: {error}", file=sys.stderr)
-        sys.exit(2)
-    except RunError as error:
-        print(f"caden: {error}", file=sys.stderr)
+    except (CadenError, RunError) as error:
+        if cluster.rank() == 0:  # the other ranks have met the same
+            print(f"caden: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, CadenError) else 1)
+    except RuntimeError as error:
+        if not cluster.launched():
+            raise
+        print(f"caden: rank {cluster.rank()} lost its job: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(1)

@@ -18,23 +18,33 @@ from caden.graphs import Graph
 
 
 class Edges(NamedTuple):
-    """The edges between hosted agents; edge e joins rows `first[e]` < `second[e]`."""
+    """The edges of hosted agents; edge e joins rows `first[e]` and `second[e]`.
+
+    Rows from `agents` on stand for agents of other processes that are known here by their messages. An edge to such an
+    agent is held by both processes; what is summed for them here is dropped.
+    """
 
     first: Tensor  # (e,) row of one end
     second: Tensor  # (e,) row of the other end
     awake_first: Tensor  # (e, 1) bool: that end is awake this round, and the link is up
     awake_second: Tensor  # (e, 1) bool
     agents: int  # rows hosted
+    awake_degree: Tensor  # (rows, 1) awake neighbours of each awake row
+    elsewhere: int = 0  # rows of other processes
+
+    def _add(self, values: Tensor, *ends: tuple[Tensor, Tensor, int]) -> Tensor:
+        out = values.new_zeros(self.agents + self.elsewhere, values.shape[1])
+        for index, part, sign in ends:
+            out.index_add_(0, index, part, alpha=sign)
+        return out[: self.agents] if self.elsewhere else out
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum of an agent's edge values: (e, d) -> (k, d)."""
-        out = values.new_zeros(self.agents, values.shape[1])
-        return out.index_add_(0, self.first, values).index_add_(0, self.second, values)
+        return self._add(values, (self.first, values, 1), (self.second, values, 1))
 
     def signed_sum(self, values: Tensor) -> Tensor:
-        """The same with + at the first end and - at the second: rows of the result sum to zero."""
-        out = values.new_zeros(self.agents, values.shape[1])
-        return out.index_add_(0, self.first, values).index_add_(0, self.second, values, alpha=-1)
+        """The same with + at the first end and - at the second: rows of all processes sum to zero."""
+        return self._add(values, (self.first, values, 1), (self.second, values, -1))
 
     def mixing(self, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """(e, 1) weights on edges whose ends are both awake, 0 on others.
@@ -44,16 +54,20 @@ class Edges(NamedTuple):
         both = (self.awake_first & self.awake_second).to(like.dtype)
         if weights is not None:
             return both * weights.reshape(-1, 1).to(both)
-        degree = self.sum(both)
+        degree = self.awake_degree.to(like.dtype)
         return both / (1 + torch.maximum(degree[self.first], degree[self.second]))
 
     def owner(self) -> Tensor:
-        """(2e,) the row that owns each arc: arc e belongs to `first[e]`, arc e + |E| to `second[e]`."""
-        return torch.cat([self.first, self.second])
+        """(2e,) the row that owns each arc: arc e belongs to `first[e]`, arc e + |E| to `second[e]`.
+
+        An arc that another process owns has some row of this one, and no say in any sum.
+        """
+        owner = torch.cat([self.first, self.second])
+        return owner.clamp(max=self.agents - 1) if self.elsewhere else owner
 
     def arc_sum(self, values: Tensor) -> Tensor:
         """Sum of the arc values that an agent owns: (2e, d) -> (k, d)."""
-        return values.new_zeros(self.agents, values.shape[1]).index_add_(0, self.owner(), values)
+        return self._add(values, (torch.cat([self.first, self.second]), values, 1))
 
 
 class Heard(Protocol):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Info, Problem
+from caden.network import Stacked
 
 
 def _square(x: Tensor) -> float:
@@ -31,17 +32,20 @@ def lyapunov(x: Tensor, gradient: Tensor, phi: Tensor, first: Tensor, second: Te
     return _square(gradient + phi) + apart / 2  # each edge occurs twice in the double sum
 
 
-def measure(problem: Problem, state: Any, info: Info, ends: tuple[Tensor, Tensor]) -> dict[str, float | None]:
+def measure(problem: Problem, state: Any, info: Info, network: Stacked) -> dict[str, float | None]:
     """One row of the history, without its counters; a method without duals has no `lyapunov` and `dual_sum`."""
-    x, phi = state.x, getattr(state, "phi", None)
     value, gradient = info.value, info.gradient
     if value is None or gradient is None:
-        value, gradient = problem.value_and_grad(x)
+        value, gradient = problem.value_and_grad(state.x)
+    own = getattr(state, "phi", None)
+    x, value, gradient = (network.gather(rows) for rows in (state.x, value, gradient))
+    phi = None if own is None else network.gather(own)
     row: dict[str, float | None] = {
         "objective": float(value.sum(dtype=torch.float64)),
         "relative_error": relative_error(x, gradient),
         "consensus": consensus(x),
-        "lyapunov": None if phi is None else lyapunov(x, gradient, phi, *ends),
+        "lyapunov": None if phi is None else lyapunov(x, gradient, phi, *network.ends),
         "dual_sum": None if phi is None else float(torch.linalg.vector_norm(phi.sum(0, dtype=torch.float64))),
     }
-    return row | {name: float(values.mean()) for name, values in problem.evaluate(x).items()}
+    more = problem.evaluate(state.x)
+    return row | {name: float(network.gather(values).mean()) for name, values in more.items()}

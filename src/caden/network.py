@@ -6,11 +6,14 @@ and the initial exchange is free (the paper does not count it either). Nothing i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from caden import checkpoint
 from caden.core import Edges, Heard, Problem, Round
 from caden.errors import CadenError
 from caden.graphs import Graph
@@ -21,10 +24,11 @@ _SLICE = 1 << 24  # elements of an edge temporary; wider rows are handled in sli
 
 
 class StackedHeard(NamedTuple):
-    """`core.Heard` for rows that all lie in memory."""
+    """`core.Heard` for rows that lie in memory: the hosted ones, followed by those of other processes."""
 
-    rows: Tensor  # (m, d) what each agent handed in
-    sent: Tensor | None  # (m, d) what all know of each agent; None if somebody asleep never sent anything
+    rows: Tensor  # (k, d) what each hosted agent handed in
+    fresh: Tensor  # the same and what other processes' awake agents sent now
+    sent: Tensor | None  # what all know of each agent; None if somebody asleep never sent anything
     edges: Edges
 
     def _known(self) -> Tensor:
@@ -44,7 +48,7 @@ class StackedHeard(NamedTuple):
             part = out[:, a : a + width]
             part.index_add_(0, self.edges.first, difference)
             part.index_add_(0, self.edges.second, difference, alpha=-1)
-        return out
+        return out[: self.edges.agents] if self.edges.elsewhere else out
 
     def laplacian(self) -> Tensor:
         return self._edge_sum(self._known())
@@ -54,7 +58,7 @@ class StackedHeard(NamedTuple):
 
         `weights` (e,) defaults to Metropolis weights of the awake subgraph, 1 / (1 + max of the awake degrees).
         """
-        known = self.rows if self.sent is None else self.sent  # the same on edges that count, unless compressed
+        known = self.fresh if self.sent is None else self.sent  # the same on edges that count, unless compressed
         return self.rows - self._edge_sum(known, self.edges.mixing(self.rows, weights))
 
     def disagreement(self) -> Tensor:
@@ -70,7 +74,11 @@ class StackedHeard(NamedTuple):
 
 
 class Stacked:
-    """The network of a simulation: hands out rounds, keeps what agents know of each other, counts what is sent."""
+    """The network of a simulation: hands out rounds, keeps what agents know of each other, counts what is sent.
+
+    It hosts all agents here; a process of a cluster hosts some (`cluster.Ranks`), and meets the others in `_reach`,
+    `_swap` and `gather`. What is counted, and who is awake, is of the whole network everywhere.
+    """
 
     def __init__(
         self,
@@ -80,24 +88,60 @@ class Stacked:
         may_sleep: bool,
         messages: Messages | None = None,
         links: Links | None = None,
+        hosted: list[int] | None = None,
     ):
-        if graph.agents != problem.agents:
+        if hosted is None and graph.agents != problem.agents:
             raise CadenError(f"The graph has {graph.agents} agents but the problem has {problem.agents}.")
         if graph.agents < 2:
             raise CadenError("A network needs at least 2 agents.")
         device = problem.device
-        self.first = torch.from_numpy(graph.edges[:, 0].copy()).to(device)
-        self.second = torch.from_numpy(graph.edges[:, 1].copy()).to(device)
         self._graph, self._draw, self._links = graph, draw, links
         self._messages = messages or Messages()
         if links is not None and self._messages.compressed:
             raise CadenError("Compressed differences must all arrive: without `links`.")
-        self._degree = torch.from_numpy(graph.degrees.copy()).to(device, problem.dtype).unsqueeze(1)
+        self.ends = torch.from_numpy(graph.edges.T.copy()).to(device)  # (2, |E|) of the whole graph
+        self.hosted = torch.arange(graph.agents) if hosted is None else torch.tensor(hosted)
+        here = torch.isin(self.ends, self.hosted.to(device)).any(0)
+        others = sorted(set(self.ends[:, here].flatten().tolist()) - set(self.hosted.tolist()))
+        self.rows = torch.cat([self.hosted, torch.tensor(others, dtype=torch.int64)]).to(device)  # agents known here
+        self._edges = here.nonzero().flatten()  # the edges held here, in the graph's order
+        place = torch.zeros(graph.agents, dtype=torch.int64, device=device)
+        place[self.rows] = torch.arange(len(self.rows), device=device)
+        self.first, self.second = place[self.ends[:, self._edges]]
+        degree = torch.from_numpy(graph.degrees.copy()).to(device, problem.dtype).unsqueeze(1)
+        self._degree = degree[self.hosted.to(device)]
         self.may_sleep = may_sleep or links is not None
         self.known: dict[str, Tensor] = {}  # what agents know of each other, by position in the round
         self.numbers_sent = 0
-        self.bytes = 0
+        self.bytes = self.wire_bytes = 0  # counted per directed edge; what this process really sent to others
+        self.rank = 0
         self._dim = problem.dim
+
+    def load(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, float]] | None:
+        """The checkpoint of a run directory, if it has one."""
+        file = folder / "checkpoint.safetensors"
+        return checkpoint.load(file) if file.exists() else None
+
+    def save(self, folder: Path, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
+        """Write a checkpoint."""
+        checkpoint.save(folder / "checkpoint.safetensors", tensors, numbers)
+
+    def _reach(self, rows: Tensor, active: Tensor) -> Tensor:
+        """(k, d) -> (rows known here, d): hosted rows, and what awake agents of other processes sent."""
+        return rows
+
+    def _swap(self, messages: Tensor, active: Tensor) -> Tensor:
+        """(2e, d) at each arc what its owner sends -> what its peer sent."""
+        half = len(self.first)  # arc e is owned by first[e], arc e + half by second[e]: the reverse of the other
+        return torch.cat([messages[half:], messages[:half]])
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """(k, ...) of the hosted agents -> (m, ...) of all, in their order."""
+        return rows
+
+    def reduce(self, values: Sequence[float], how: str) -> list[float]:
+        """The "max" or the "sum" of each number over all processes."""
+        return list(values)
 
     @property
     def communications(self) -> float:
@@ -148,14 +192,19 @@ class Stacked:
     ) -> Round:
         """The context of one round; `active` (m,) bool, `work` (m,)."""
         model, by_arc = self._messages, self._messages.unreliable or self._links is not None
-        awake = active.to(problem.device).unsqueeze(1)  # (m, 1)
-        first, second = awake[self.first], awake[self.second]
+        everybody = active.to(problem.device).unsqueeze(1)  # (m, 1)
+        awake = everybody[self.rows[: len(self.hosted)]]  # (k, 1)
+        both = everybody[self.ends]  # (2, |E|, 1)
         if self._links is not None and index >= 0:
-            up = self._links(index).to(problem.device).unsqueeze(1)
-            first, second = first & up, second & up
-        edges = Edges(self.first, self.second, first, second, self._graph.agents)
+            both = both & self._links(index).to(problem.device).unsqueeze(1)
+        sending = int(both.sum())
+        degree = torch.zeros(len(everybody), 1, dtype=torch.int64, device=problem.device)
+        for end in self.ends:
+            degree.index_add_(0, end, both.all(0).long())
+        first, second = both[:, self._edges]
+        elsewhere = len(self.rows) - len(self.hosted)
+        edges = Edges(self.first, self.second, first, second, len(self.hosted), degree[self.rows], elsewhere)
         spoke = torch.cat([second, first])  # (2e, 1) bool at each arc's owner: its peer speaks
-        sending = int(spoke.sum())
         everyone = bool(active.all())
         exchanges = 0
 
@@ -195,20 +244,19 @@ class Stacked:
                 known, came = self._deliver(channel, turn, index, peers, spoke, own)
                 fresh = came & torch.cat([first, second])
                 return ArcHeard(rows, known, fresh, edges, agreed=index < 0 or not model.unreliable)
+            fresh = self._reach(public, active)
             if not self.may_sleep or model.compressed:
-                return StackedHeard(rows, public, edges)
+                return StackedHeard(rows, fresh, fresh, edges)
             if everyone:
-                self.known[channel] = rows.clone()
+                self.known[channel] = fresh.clone()
             elif channel in self.known:
-                self.known[channel] = torch.where(awake, rows, self.known[channel])
-            return StackedHeard(rows, self.known.get(channel), edges)
+                self.known[channel] = torch.where(everybody[self.rows], fresh, self.known[channel])
+            return StackedHeard(rows, fresh, self.known.get(channel), edges)
 
         def exchange(messages: Tensor) -> tuple[Tensor, Tensor]:
             turn = number()
-            half = len(self.first)  # arc e is owned by first[e], arc e + half by second[e]: the reverse of the other
-            speaking = torch.cat([first, second])
-            messages = encode(f"exchange{turn}", messages, speaking, sending)
-            received = torch.cat([messages[half:], messages[:half]])
+            messages = encode(f"exchange{turn}", messages, torch.cat([first, second]), sending)
+            received = self._swap(messages, active)
             if not model.unreliable:
                 return received, spoke
             return self._deliver(f"exchange{turn}", turn, index, received, spoke, received)
@@ -218,15 +266,15 @@ class Stacked:
                 raise CadenError(
                     "This method averages through a server, not over the graph: use no `messages` or `links`."
                 )
-            chosen = rows[active.to(rows.device)]
+            chosen = self.gather(rows)[active.to(rows.device)]
             count(2 * len(chosen), rows.shape[1], rows.shape[1] * rows.element_size())  # up to the server, down again
             return chosen.mean(0)
 
         def maximum(values: Tensor) -> Tensor:
             # Flooding: as many scalar exchanges as the longest path has edges.
             if index >= 0:
-                count(2 * len(self.first) * self._graph.diameter, 1, values.element_size())
-            return values.max()
+                count(2 * len(self._graph.edges) * self._graph.diameter, 1, values.element_size())
+            return self.gather(values).max()
 
         def uniform(label: str) -> float:
             return float(self._draw.uniform(f"common/{label}", index, count=1)[0])
@@ -235,7 +283,7 @@ class Stacked:
             index=index,
             active=awake,
             awake=int(active.sum()),
-            work=(work * active).to(problem.device),
+            work=(work * active)[self.hosted].to(problem.device),
             degree=self._degree,
             problem=problem,
             edges=edges,

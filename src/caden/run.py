@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from caden import checkpoint
+from caden import checkpoint, cluster
 from caden.core import Info, Method, Problem
 from caden.errors import CadenError, Diverged, Interrupted, positive, whole
 from caden.graphs import Graph
@@ -123,22 +123,22 @@ def simulate(
     keep_freed_memory()
     draw = Draw(seed, graph.agents)
     awake, workload = Participation(participation, draw), Workload(local_steps, draw)
-    counted = Counted(problem)
-    network = Stacked(
-        graph,
-        counted,
-        draw,
-        awake.may_sleep,
-        Messages.from_spec(messages),
-        Links.from_spec(links, graph, seed),
-    )
+    network: Stacked
+    if cluster.launched():
+        problem, network = cluster.host(problem, graph, draw, awake.may_sleep, messages, links)
+    else:
+        model, up = Messages.from_spec(messages), Links.from_spec(links, graph, seed)
+        network = Stacked(graph, problem, draw, awake.may_sleep, model, up)
+    counted, first_rank = Counted(problem), network.rank == 0
+    if x0 is not None and x0.ndim == 2 and len(x0) == graph.agents:
+        x0 = x0[network.hosted]
     start = start_point(problem, x0)
     everyone = torch.ones(graph.agents, dtype=torch.bool)
 
     rows: list[Row] = []
     place = RunDirectory(Path(directory)) if directory is not None else None
-    saved = checkpoint.load(place.checkpoint) if place and resume and place.checkpoint.exists() else None
-    if place and not resume and place.path.exists():
+    saved = network.load(place.path) if place and resume else None
+    if place and first_rank and not resume and place.path.exists():
         raise CadenError(f"{place.path} exists already; choose another directory, or resume that run.")
 
     with _threads(deterministic), _interruptible() as interrupted:
@@ -147,7 +147,8 @@ def simulate(
             curvature = curvature.to(problem.device)
         if saved is None and warmup is not None:
             start, curvature = warm_up(counted, start, warmup)
-        bound = _GROWTH * (1 + float(torch.linalg.vector_norm(start, dim=1).max()))
+        largest = network.reduce([float(torch.linalg.vector_norm(start, dim=1).max())], "max")[0]
+        bound = _GROWTH * (1 + largest)
         state = method.init(start, network.round(-1, everyone, workload(0), counted, curvature))
         first, clock = 0, 0.0
         rejected = fallbacks = stalled = 0
@@ -160,35 +161,35 @@ def simulate(
             first, clock = int(numbers["round"]), numbers["seconds"]
             rejected, fallbacks, stalled = (int(numbers[k]) for k in ("rejected", "fallbacks", "stalled"))
             rows = place.read(first)
-        if place and resume:
+        if place and first_rank and resume:
             place.keep(rows)
-        elif place:
+        elif place and first_rank:
             place = RunDirectory.create(place.path, config, seed)
 
         def record(index: int, info: Info, active: int) -> Row:
-            found = measure(problem, state, info, (network.first, network.second))
+            found = measure(problem, state, info, network)
+            counts = network.reduce([counted.gradients, rejected, fallbacks, stalled, network.wire_bytes], "sum")
             row: Row = {
                 "round": index,
                 "seconds": clock,
                 "communications": network.communications,
                 "bytes": network.bytes,
-                "gradients": counted.gradients,
-                "rejected": rejected,
-                "fallbacks": fallbacks,
-                "stalled": stalled,
+                **dict(zip(("gradients", "rejected", "fallbacks", "stalled"), map(int, counts))),
                 **{k: found[k] for k in ("objective", "relative_error", "consensus", "lyapunov", "dual_sum")},
                 "active": active,
             }
             row |= {k: v for k, v in found.items() if k not in row}
+            if cluster.launched():
+                row["wire_bytes"] = int(counts[4])
             rows.append(row)
-            if place:
+            if place and first_rank:
                 place.append(row)
             return row
 
         def result(why: str) -> Result:
             fields = checkpoint.flatten(state, "").items()
             scalars = {name.removeprefix("."): float(value) for name, value in fields if value.ndim == 0}
-            return Result(state.x, rows, problem, target, place.path if place else None, scalars, why)
+            return Result(network.gather(state.x), rows, problem, target, place.path if place else None, scalars, why)
 
         def save(index: int) -> None:
             if place is None:
@@ -208,7 +209,7 @@ def simulate(
                 "stalled": stalled,
                 "bound": bound,
             }
-            checkpoint.save(place.checkpoint, tensors, numbers)
+            network.save(place.path, tensors, numbers)
 
         def stop(error: Diverged | Interrupted, why: str) -> Diverged | Interrupted:
             error.result = result(why)
@@ -220,7 +221,7 @@ def simulate(
             raise CadenError("`stop_at_target` needs a `target` and a problem that measures accuracy.")
         reached = target is None or "accuracy" not in rows[0] or any(_reached(row, target) for row in rows)
         why = _reason(rows[-1], state, target if stop_at_target else None, tolerance, ())
-        with ProgressBar(rounds, graph.agents, progress) as bar:
+        with ProgressBar(rounds, graph.agents, progress if first_rank else False) as bar:
             bar.update(first, rows[-1])
             index = first
             while index < rounds and why is None:
@@ -234,23 +235,27 @@ def simulate(
                     stalled += len(info.stalled)
                 clock += time.perf_counter() - began
                 index += 1
-                lost = _lost(state.x, info.value, bound)
+                fine = _fine(state.x, info.value, bound)
+                bad, halt = network.reduce([float(not fine.all()), float(interrupted.is_set())], "max")
+                lost = (network.gather(fine.int()) == 0).nonzero().flatten().tolist() if bad else []
                 if lost or index == rounds or index % record_every == 0 or not reached:
                     row = record(index, info, int(active.sum()))
                     reached = reached or _reached(row, target)
-                    why = _reason(row, state, target if stop_at_target else None, tolerance, callbacks)
+                    asked = callbacks if first_rank else ()
+                    why = _reason(row, state, target if stop_at_target else None, tolerance, asked)
+                    why = _REASONS[int(network.reduce([_REASONS.index(why)], "max")[0])]
                     bar.update(index, row)
                 if lost:
                     error = stop(_diverged(index, lost, place), "diverged")
-                    if place and error.result:
+                    if place and first_rank and error.result:
                         place.summarise(error.result)
                     raise error
-                if index % checkpoint_every == 0 or interrupted.is_set():
+                if index % checkpoint_every == 0 or halt:
                     save(index)
-                if interrupted.is_set() and index < rounds and why is None:
+                if halt and index < rounds and why is None:
                     raise stop(_interrupted(index, place, config), "interrupted")
         done = result(why or "rounds")
-        if place:
+        if place and first_rank:
             place.finish(done, picture)
         return done
 
@@ -290,13 +295,13 @@ def warm_up(problem: Problem | Counted, x: Tensor, spec: Warmup | Mapping[str, A
     return x, curvature
 
 
-def _lost(x: Tensor, value: Tensor | None, bound: float) -> list[int]:
-    """Agents whose model grew past the bound, or whose model or loss is not finite."""
-    fine = torch.linalg.vector_norm(x, dim=1) <= bound
-    if value is not None:
-        fine &= value.isfinite()
-    lost: list[int] = (~fine).nonzero().flatten().tolist()
-    return lost
+def _fine(x: Tensor, value: Tensor | None, bound: float) -> Tensor:
+    """(k,) bool: the model has not grown past the bound, and model and loss are finite."""
+    fine: Tensor = torch.linalg.vector_norm(x, dim=1) <= bound
+    return fine if value is None else fine & value.isfinite()
+
+
+_REASONS = (None, "callback", "tolerance", "target")  # to end a run before its last round
 
 
 def _reason(

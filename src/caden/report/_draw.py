@@ -25,15 +25,17 @@ def draw(figures: Sequence[Figure], *paths: Path) -> None:
     picture, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     for axis, figure in zip(axes.flat, figures):
         name, logarithmic = MEASURES[figure.measure]
+        positive = False
         for number, label in enumerate(figure.lines):
             line = figure.series(label, figure.x)
             if line is None:
                 continue
             colour, dash = style(number)
+            positive |= bool((line.y > 0).any())
             axis.plot(line.x, line.y, _LINES[dash], color=colour, linewidth=1.5, label=label)
             if line.low is not None and line.high is not None:
                 axis.fill_between(line.x, line.low, line.high, color=colour, alpha=0.2, linewidth=0)
-        if logarithmic:
+        if logarithmic and positive:
             axis.set_yscale("log")
         if figure.log_x:
             axis.set_xscale("log")

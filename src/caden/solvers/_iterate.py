@@ -121,4 +121,4 @@ class Iterate:
             self.slope.addcmul_(self.rho, p)
         else:
             self.x[rows], self.value[rows], self.gradient[rows] = trial.point, trial.value, trial.gradient
-            self.slope[rows] += self.rho[rows] * p
+            self.slope[rows] = torch.addcmul(self.slope[rows], self.rho[rows], p)  # to the bit as for all rows

@@ -38,7 +38,8 @@ def examine(
     """
     k = mu_y / mu_z
     hessian = getattr(problem, "hessian", None)
-    if hessian is not None and near_exact and not may_sleep and problem.agents * problem.dim <= DENSE:
+    whole = problem.agents == graph.agents and problem.agents * problem.dim <= DENSE
+    if hessian is not None and near_exact and not may_sleep and whole:
         H = np.asarray(hessian.double().cpu().numpy())
         radius = spectral_radius(H, graph, mu_z, mu_y, relax)
         if radius > 1 + ROUNDING:

@@ -1,0 +1,39 @@
+"""What every rank of a test job runs: several methods and participations, results hashed by rank 0 into a file."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import caden
+from caden import cluster
+
+METHODS = {
+    "caden": lambda: caden.methods.caden(mu_z=1.0),
+    "caden_auto": lambda: caden.methods.caden(relax=0.8),
+    "gt": lambda: caden.methods.gt(0.05),
+    "adapd": lambda: caden.methods.adapd(0.5),
+    "radmm": lambda: caden.methods.radmm(0.5),
+    "esom": caden.methods.esom,
+    "fedavg": lambda: caden.methods.fedavg(0.02),
+}
+
+
+def results():
+    """{method/participation: (hash of all models, communications, gradients, relative error)}."""
+    problem = caden.problems.quadratic(agents=9, dim=6, seed=0)
+    graph = caden.graphs.erdos_renyi(9, 0.4, seed=1)
+    found = {}
+    for name, make in METHODS.items():
+        for awake in (1.0, 0.5):
+            result = caden.simulate(make(), problem, graph, 15, participation=awake, deterministic=True)
+            last = result.rows[-1]
+            said = [last["communications"], last["bytes"], last["gradients"], repr(last["relative_error"])]
+            found[f"{name}/{awake}"] = [hashlib.sha1(result.x.numpy().tobytes()).hexdigest(), *said]
+    return found
+
+
+if __name__ == "__main__":
+    found = results()
+    if cluster.rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,0 +1,155 @@
+"""Agents spread over processes: the same numbers as in one, to the bit where that is promised."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ranks
+from caden import cluster, graphs, problems
+from caden.errors import CadenError
+from caden.network import Stacked
+from caden.schedules import Draw
+
+HERE = Path(__file__).parent
+
+
+def cut(graph, plan):
+    home = {agent: part for part, members in enumerate(plan) for agent in members}
+    return sum(home[i] != home[j] for i, j in graph.edges.tolist())
+
+
+@pytest.mark.parametrize(
+    ("graph", "parts", "most"),
+    [
+        (graphs.ring(12), 3, 3),
+        (graphs.path(10), 2, 1),
+        (graphs.grid(4, 8), 2, 4),
+        (graphs.erdos_renyi(20, 0.2, edges=37, seed=0), 2, 10),  # networkx's Kernighan-Lin: 8 at best of 50
+        (graphs.star(7), 7, 6),
+    ],
+)
+def test_blocks_are_even_and_few_edges_cross(graph, parts, most):
+    plan = cluster.blocks(graph, parts)
+    sizes = [len(members) for members in plan]
+    assert sorted(agent for members in plan for agent in members) == list(range(graph.agents))
+    assert max(sizes) - min(sizes) <= 1
+    assert cut(graph, plan) <= most
+    assert plan == cluster.blocks(graph, parts)
+
+
+def test_more_processes_than_agents_are_refused():
+    with pytest.raises(CadenError, match="cannot be spread"):
+        cluster.blocks(graphs.ring(4), 5)
+
+
+def test_a_part_of_the_network_has_the_rows_of_the_whole():
+    """Laplacian, mixing and sums of a block equal the simulator's rows to the bit (the exchange itself is memory)."""
+    graph, problem = graphs.erdos_renyi(10, 0.4, seed=2), problems.quadratic(agents=10, dim=4)
+    draw, rows = Draw(0, 10), torch.randn(10, 4, dtype=torch.float64)
+    active = torch.tensor([True, False] * 5)
+    work = torch.ones(10, dtype=torch.int64)
+    whole = Stacked(graph, problem, draw, True)
+
+    class Part(Stacked):
+        def _reach(self, mine, active):
+            return rows[self.rows]
+
+    hosted = [1, 4, 5, 8]
+    part = Part(graph, problem.take(hosted), draw, True, hosted=hosted)
+    for network in (whole, part):
+        network.round(-1, torch.ones(10, dtype=torch.bool), work, problem).broadcast(rows[network.hosted])
+    ours = part.round(0, active, work, problem)
+    theirs = whole.round(0, active, work, problem)
+    heard, all_heard = ours.broadcast(rows[hosted]), theirs.broadcast(rows)
+    assert torch.equal(heard.mix(), all_heard.mix()[hosted])
+    assert torch.equal(heard.laplacian(), all_heard.laplacian()[hosted])
+    assert torch.equal(heard.disagreement(), all_heard.disagreement()[hosted])
+    assert torch.equal(ours.degree, theirs.degree[hosted])
+    assert part.communications == whole.communications
+
+
+def run_job(tmp_path, world, script):
+    out = tmp_path / f"{world}.json"
+    command = [sys.executable, str(script), str(out)]
+    assert cluster.start(command, world) == 0
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_end_in_the_bits_of_the_simulator(tmp_path, world):
+    assert run_job(tmp_path, world, HERE / "ranks.py") == json.loads(json.dumps(ranks.results()))
+
+
+SMALL = ["rounds=6", "problem.hidden=8", "problem.agents=6", "graph.name=ring", "warmup.steps=3", "deterministic=true"]
+SMALL += ["checkpoint_every=2"]
+
+
+def caden(*arguments, launcher=("-m", "caden")):
+    command = [sys.executable, *launcher, arguments[0]]
+    for setting in SMALL:
+        command += ["--set", setting]
+    command += arguments[1:]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+
+
+def without_clock(folder):
+    lines = (folder / "metrics.csv").read_text().splitlines()
+    head = lines[0].split(",")
+    drop = {"seconds", "wire_bytes"}
+    return [[v for k, v in zip(head, line.split(",")) if k not in drop] for line in lines]
+
+
+def test_the_command_with_processes_ends_in_the_same_bytes(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert caden("run", "--out", str(one)).returncode == 0
+    shared = caden("run", "--out", str(two), "--processes", "2")
+    assert shared.returncode == 0, shared.stderr
+    assert shared.stdout.count("rounds to 93%") == 1  # only the first rank speaks
+    assert (one / "weights.safetensors").read_bytes() == (two / "weights.safetensors").read_bytes()
+    assert without_clock(one) == without_clock(two)
+    refused = caden("run", "--out", str(two), "--processes", "2")
+    assert refused.returncode == 2 and refused.stderr.count("exists already") == 1
+    wrong = caden("run", "--processes", "2", "--set", "messages.loss=0.2")
+    assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_killed_rank_comes_back_and_ends_in_the_same_bytes(tmp_path):
+    """torchrun --max-restarts: one of 4 ranks is killed at a random moment, five times over."""
+    settings = ["rounds=400", "checkpoint_every=20", "problem.agents=8"]
+    whole = tmp_path / "whole"
+    more = [part for setting in settings for part in ("--set", setting)]
+    assert caden("run", "--out", str(whole), *more).returncode == 0
+    for attempt in range(5):
+        out = tmp_path / f"killed{attempt}"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        command += ["--max-restarts", "3", "-m", "caden", "run", "--out", str(out)]
+        for setting in (*SMALL, *settings):
+            command += ["--set", setting]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        try:
+            for _ in range(1200):
+                if (out / "checkpoint.json").exists():
+                    break
+                time.sleep(0.05)
+            time.sleep(float(np.random.default_rng(attempt).uniform(0, 1.5)))
+            children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True, check=False)
+            victims = [int(p) for p in children.stdout.split()]
+            assert victims
+            os.kill(victims[attempt % len(victims)], signal.SIGKILL)
+            output, _ = job.communicate(timeout=240)
+        finally:
+            job.kill()
+        assert job.returncode == 0, output[-2000:]
+        assert (out / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
+        assert without_clock(out) == without_clock(whole)
