@@ -10,10 +10,10 @@ run: $(VENV)/installed
 	$(BIN)/caden run
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-all: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 -m ""
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m ""
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

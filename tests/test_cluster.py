@@ -116,6 +116,11 @@ def test_the_command_with_processes_ends_in_the_same_bytes(tmp_path):
     assert shared.stdout.count("rounds to 93%") == 1  # only the first rank speaks
     assert (one / "weights.safetensors").read_bytes() == (two / "weights.safetensors").read_bytes()
     assert without_clock(one) == without_clock(two)
+
+
+@pytest.mark.slow
+def test_the_command_with_processes_refuses_in_one_line(tmp_path):
+    two = tmp_path
     refused = caden("run", "--out", str(two), "--processes", "2")
     assert refused.returncode == 2 and refused.stderr.count("exists already") == 1
     wrong = caden("run", "--processes", "2", "--set", "messages.loss=0.2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -292,7 +293,7 @@ def tune_(
     from caden.tune import SPACES, space_of, tune
 
     config, store = experiment(file, settings or []), Store(out, jobs=jobs)
-    names = list(SPACES) if method == "all" else [name.strip() for name in method.split(",")]
+    names = list(SPACES) if method == "all" else list(dict.fromkeys(name.strip() for name in method.split(",")))
     for name in names:
         space_of(name, config.tune.get(name, {}))
     for name in config.tune:
@@ -301,11 +302,13 @@ def tune_(
     best = {name: tuned.parameters for name, tuned in found.items()}
     everything = pd.concat([t.trials.assign(method=name) for name, t in found.items()], ignore_index=True)
     everything.to_csv(out / "trials.csv", index=False, lineterminator="\n")
-    (out / "tuned.toml").write_text(config.model_copy(update={"compare": best, "tune": {}}).to_toml())
+    problem = {k: v for k, v in config.problem.items() if k != "validation"}
+    winners = config.model_copy(update={"compare": best, "tune": {}, "problem": problem})
+    (out / "tuned.toml").write_text(winners.to_toml())
     if as_json:
         print(json.dumps(plain({name: {"parameters": best[name], **t.record.summary} for name, t in found.items()})))
         return
-    table = Table("method", "best parameters", "rounds", "accuracy", title="tuned on held-out samples")
+    table = Table("method", "best parameters", "rounds", "accuracy", title="tuned")
     for name, tuned in found.items():
         end = tuned.record.summary
         took, accuracy = end.get("rounds_to_target"), end.get("best_accuracy")
@@ -331,16 +334,16 @@ def reproduce_(
     from caden import report as reports
     from caden import reproduce
 
-    chosen = list(reproduce.PARTS) if not parts or "all" in parts else list(dict.fromkeys(parts))
-    for part in chosen:
+    for part in parts or []:
         choose("part", part, [*reproduce.PARTS, "all"])
+    chosen = list(reproduce.PARTS) if not parts or "all" in parts else list(dict.fromkeys(parts))
     console = Console(stderr=True)
     plan = reproduce.Plan(Store(out / "runs", jobs=jobs), reproduce.QUICK if quick else reproduce.FULL)
     for part in chosen:
         console.print(f"{part}: {reproduce.PARTS[part]}", highlight=False)
     minutes = reproduce.estimate(plan, chosen) / 60
     console.print(f"about {minutes:.0f} minutes from nothing; finished runs are not run again", highlight=False)
-    command = " ".join(["caden reproduce", *(parts or ["all"]), *(["--quick"] if quick else [])])
+    command = shlex.join(["caden", "reproduce", *(parts or ["all"]), *(["--quick"] if quick else [])])
     page = reports.write(reproduce.build(plan, chosen, command), out)
     Console().print(f"page: {page}", soft_wrap=True)
 
@@ -354,7 +357,7 @@ def report(
     """Write a page about runs (directories, or folders of them): figures, tables, parameters; also as files."""
     from caden import report as reports
 
-    command = "caden report " + " ".join(str(path) for path in runs)
+    command = shlex.join(["caden", "report", *map(str, runs), "--title", title])
     page = reports.write(reports.of_runs(reports.load(runs), title, command), out)
     Console().print(f"page: {page}", soft_wrap=True)
 

@@ -55,17 +55,21 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         """Final value of every column, best accuracy, and what the target took (None if it was not reached)."""
-        found: dict[str, Any] = dict(self.rows[-1]) if self.rows else {}
-        found |= {"stopped": self.stopped, **self.scalars}
-        if "accuracy" in found:
-            found["best_accuracy"] = max(float(row["accuracy"] or 0) for row in self.rows)
-            if self.target is not None:
-                reached = [row for row in self.rows if float(row["accuracy"] or 0) >= self.target]
-                found["target"] = self.target
-                found["rounds_to_target"] = reached[0]["round"] if reached else None
-                for column in ("communications", "gradients", "seconds"):
-                    found[f"{column}_to_target"] = reached[0][column] if reached else None
-        return found
+        return summarise(self.rows, self.target, self.stopped) | self.scalars
+
+
+def summarise(rows: list[Row], target: float | None, stopped: str) -> dict[str, Any]:
+    """What rows come to."""
+    found: dict[str, Any] = {**(rows[-1] if rows else {}), "stopped": stopped}
+    if "accuracy" in found:
+        found["best_accuracy"] = max(float(row["accuracy"] or 0) for row in rows)
+        if target is not None:
+            reached = [row for row in rows if float(row["accuracy"] or 0) >= target]
+            found["target"] = target
+            found["rounds_to_target"] = reached[0]["round"] if reached else None
+            for column in ("communications", "gradients", "seconds"):
+                found[f"{column}_to_target"] = reached[0][column] if reached else None
+    return found
 
 
 class Record(NamedTuple):
@@ -136,10 +140,12 @@ class RunDirectory:
             about = json.loads((self.path / "versions.json").read_text())
             table = tomllib.loads(config.read_text()) if config.exists() else {}
             summary = json.loads(self.summary.read_text()) if self.summary.exists() else {}
+            if not isinstance(about, dict) or not isinstance(summary, dict):
+                raise ValueError
         except (OSError, ValueError):
             raise CadenError(f"{self.path} is not a run directory, or a damaged one.") from None
         rows = self.read(2**62)
-        return Record(self.path, table, rows, summary or {**rows[-1], "stopped": "unfinished"}, about)
+        return Record(self.path, table, rows, summary or summarise(rows, table.get("target"), "unfinished"), about)
 
     def keep(self, rows: list[Row]) -> None:
         """Rewrite the metrics with these rows only: what was recorded after the last checkpoint is done again."""
@@ -157,7 +163,9 @@ class RunDirectory:
 
     def summarise(self, result: Result) -> None:
         """Write the summary: of a complete run, or of one that diverged."""
-        self.summary.write_text(json.dumps(plain(result.summary()), indent=1) + "\n")
+        scratch = self.summary.with_suffix(".tmp")
+        scratch.write_text(json.dumps(plain(result.summary()), indent=1) + "\n")
+        os.replace(scratch, self.summary)
 
     def finish(self, result: Result, picture: bool = True) -> None:
         """Picture, summary and, as the sign that the run is complete, the weights."""

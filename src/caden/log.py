@@ -16,7 +16,10 @@ def tensorboard(folder: Path | str) -> Callable[[Row, Any], None]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise CadenError("TensorBoard event files need the package: pip install 'caden-opt[tensorboard]'.") from None
-    writer = SummaryWriter(str(folder))
+    try:
+        writer = SummaryWriter(str(folder))
+    except OSError as error:
+        raise CadenError(f"Cannot write TensorBoard files to {folder}: {error.strerror}.") from None
 
     def log(row: Row, state: Any) -> None:
         for name, value in row.items():

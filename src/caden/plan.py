@@ -8,6 +8,7 @@ import multiprocessing
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import caden
 from caden.config import Experiment, experiment
 from caden.core import Problem
-from caden.errors import CadenError, Diverged, whole
+from caden.errors import CadenError, Diverged, Interrupted, whole
 from caden.graphs import Graph
 from caden.history import Record, RunDirectory
 from caden.progress import PlanBar
@@ -57,7 +58,8 @@ class Store:
 
     def build(self, config: Experiment) -> tuple[Problem, Graph]:
         """Problem and graph of an experiment; those of the last one are kept."""
-        key = json.dumps([config.problem, config.graph, config.seed, config.dtype, config.device], sort_keys=True)
+        chosen = (config.problem, config.graph, config.seed, config.dtype, config.device, config.deterministic)
+        key = json.dumps(chosen, sort_keys=True)
         if self._built is None or self._built[0] != key:
             self._built = None  # the old data go before the new ones come
             self._built = key, config.model_copy(deep=True).build()[1:]
@@ -91,9 +93,14 @@ class Store:
                 name, config = waiting[done]
                 done.result()
                 bar.end(name, config.rounds, RunDirectory(self.path(config)).record())
-        finally:
-            for task in waiting:
-                task.cancel()
+        except BaseException as error:
+            for process in list(self._pool._processes.values()):  # what they have done is in their checkpoints
+                process.terminate()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+            if isinstance(error, KeyboardInterrupt | BrokenProcessPool):
+                raise Interrupted("Interrupted; the same command goes on where it was.") from None
+            raise
 
     def one(self, config: Experiment, callbacks: Sequence[Callback] = ()) -> Record:
         """Run an experiment, or go on with it."""

@@ -236,7 +236,7 @@ def simulate(
                 clock += time.perf_counter() - began
                 index += 1
                 fine = _fine(state.x, info.value, bound)
-                bad, halt = network.reduce([float(not fine.all()), float(interrupted.is_set())], "max")
+                bad = network.reduce([float(not fine.all())], "max")[0]
                 lost = (network.gather(fine.int()) == 0).nonzero().flatten().tolist() if bad else []
                 if lost or index == rounds or index % record_every == 0 or not reached:
                     row = record(index, info, int(active.sum()))
@@ -250,6 +250,7 @@ def simulate(
                     if place and first_rank and error.result:
                         place.summarise(error.result)
                     raise error
+                halt = network.reduce([float(interrupted.is_set())], "max")[0]
                 if index % checkpoint_every == 0 or halt:
                     save(index)
                 if halt and index < rounds and why is None:

@@ -18,7 +18,7 @@ import pandas as pd
 from scipy.stats import qmc
 
 from caden.config import Experiment
-from caden.errors import CadenError, positive, whole
+from caden.errors import CadenError, RunError, positive, whole
 from caden.history import Record
 from caden.methods import METHODS
 from caden.plan import Store
@@ -108,17 +108,22 @@ def score(record: Record) -> tuple[float, float]:
     if "best_accuracy" in end:
         reached = end.get("rounds_to_target")
         return math.inf if reached is None else float(reached), -float(end["best_accuracy"])
-    return math.inf, float(record.rows[-1]["relative_error"] or math.inf)
+    error = record.rows[-1]["relative_error"]
+    return math.inf, math.inf if error is None else float(error)
 
 
 def held_out(config: Experiment) -> Experiment:
     """The experiment measured on held-out training samples (a sixth, unless it says how many)."""
     from caden import data
 
-    table = config.problem
-    if table["name"] != "classification" or table.get("validation"):
+    table = {k: v for k, v in config.problem.items() if k != "test_samples"}
+    if table["name"] != "classification":
         return config
-    count = len(data.load(table.get("data", "digits"))[0][0]) // 6
+    total = len(data.load(table.get("data", "digits"))[0][0])
+    wanted = table.get("samples", total)
+    count = table.get("validation") or wanted // 6
+    if "samples" in table:
+        table["samples"] = min(wanted, total - count)
     return config.model_copy(update={"problem": {**table, "validation": count}})
 
 
@@ -138,11 +143,12 @@ def tune(
     """Search the space of a method with the given budget; runs are kept in the store."""
     whole("trials", trials, least=1), whole("rounds", rounds, least=1)
     space = space_of(method, config.tune.get(method, {}))
-    base = held_out(config).model_copy(
-        update={"stop_at_target": config.target is not None, "tune": {}, "compare": {}, "record_every": 1}
-    )
+    base = held_out(config).model_copy(update={"tune": {}, "compare": {}, "record_every": 1})
+    problem, _ = store.build(base)
+    if config.target is not None and "accuracy" in problem.evaluate(start_point(problem, None)):
+        base = base.model_copy(update={"stop_at_target": True})
     steepest = curvature(store, base) if steepest is None else steepest
-    fixed = {"name": method, **config.compare.get(method, {})}
+    fixed = config.with_method(method).method
     alive = {number: {**fixed, **point} for number, point in enumerate(points(space, trials, steepest, config.seed))}
     table: list[dict[str, Any]] = []
     best: dict[int, Record] = {}
@@ -160,4 +166,6 @@ def tune(
         ranked = sorted(alive, key=lambda n: (*score(best[n]), n))
         alive = {n: alive[n] for n in ranked[: max(1, math.ceil(len(alive) / 3))]}
     winner = next(iter(alive))
+    if best[winner].summary["stopped"] == "diverged":
+        raise RunError(f"Every trial of {method} diverged: give it another space, such as `tune.{method}`.")
     return Tuned({k: v for k, v in alive[winner].items() if k != "name"}, pd.DataFrame(table), best[winner])

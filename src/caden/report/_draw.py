@@ -32,7 +32,7 @@ def draw(figures: Sequence[Figure], *paths: Path) -> None:
                 continue
             colour, dash = style(number)
             positive |= bool((line.y > 0).any())
-            axis.plot(line.x, line.y, _LINES[dash], color=colour, linewidth=1.5, label=label)
+            axis.plot(line.x, line.y, _LINES[dash], color=colour, linewidth=1.5, label=label.replace("$", r"\$"))
             if line.low is not None and line.high is not None:
                 axis.fill_between(line.x, line.low, line.high, color=colour, alpha=0.2, linewidth=0)
         if logarithmic and positive:

@@ -58,7 +58,7 @@ def html(report: Report) -> str:
 
 def _json(value: Any) -> str:
     """JSON that may stand inside a script element."""
-    return json.dumps(plain(value), separators=(",", ":")).replace("</", "<\\/")
+    return json.dumps(plain(value), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _numbers(values: np.ndarray | None) -> list[float] | None:

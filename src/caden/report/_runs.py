@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,14 @@ def load(paths: Sequence[Path]) -> list[Record]:
         inside = sorted(p.parent for p in path.glob("*/versions.json"))
         if not inside and not (path / "versions.json").exists():
             raise CadenError(f"{path} is not a run directory, and there is none in it.")
-        found += [RunDirectory(p).record() for p in inside or [path]]
-    return found
+        for place in inside or [path]:
+            try:
+                found.append(RunDirectory(place).record())
+            except CadenError as error:
+                if not inside:
+                    raise
+                warnings.warn(f"{error} It is left out.", stacklevel=2)
+    return list({record.path.resolve(): record for record in found}.values())
 
 
 def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -56,7 +63,9 @@ def labelled(records: Sequence[Record]) -> dict[str, list[Record]]:
     for mine, name, record in zip(settings, names, records):
         same = [s for s, other in zip(settings, names) if other == name]
         keys = sorted({k for s in same for k in s if s.get(k) != mine.get(k)})
-        said = [f"{k.rpartition('.')[2]}={_short(mine[k])}" for k in keys if k in mine]
+        short = [k.rpartition(".")[2] for k in keys]
+        shown = [k if s == "name" or short.count(s) > 1 else s for k, s in zip(keys, short)]
+        said = [f"{s}={_short(mine[k])}" for k, s in zip(keys, shown) if k in mine]
         found.setdefault(", ".join([name, *said]), []).append(record)
     return found
 
@@ -83,13 +92,14 @@ def summary(runs: Runs) -> list[str]:
     said = []
     targets = sorted({r.summary["target"] for group in runs.values() for r in group if r.summary.get("target")})
     for target in targets:
+        mine = {label: group for label, group in runs.items() if all(r.summary.get("target") == target for r in group)}
         for column, what in (
             ("rounds", "rounds"),
             ("communications", "vectors sent"),
             ("gradients", "gradient evaluations"),
             ("seconds", "seconds"),
         ):
-            took = {label: _mean(group, f"{column}_to_target") for label, group in runs.items()}
+            took = {label: _mean(group, f"{column}_to_target") for label, group in mine.items()}
             order = sorted((v, k) for k, v in took.items() if math.isfinite(v))
             if not order:
                 said.append(f"No run reached {target:.0%} mean accuracy.")
@@ -127,9 +137,10 @@ def results(name: str, title: str, runs: Runs, note: str = "") -> Table:
             row["highest accuracy"] = f"{_mean(group, 'best_accuracy'):.2%}"
             row["final accuracy"] = f"{_mean(group, 'accuracy'):.2%}"
         row["relative error"] = f"{_mean(group, 'relative_error'):.2e}"
-        row["rounds"] = f"{end['round']:,}"
+        rounds = sorted({int(r.summary["round"]) for r in group})
+        row["rounds"] = " to ".join(f"{n:,}" for n in (rounds[0], rounds[-1])[: len(rounds)])
         row["runs"] = str(len(group))
-        row["ended by"] = str(end.get("stopped", ""))
+        row["ended by"] = ", ".join(sorted({str(r.summary["stopped"]) for r in group}))
         rows.append(row)
     return Table(name, title, pd.DataFrame(rows).fillna("-"), note)
 
@@ -152,10 +163,11 @@ def _short(value: Any) -> str:
 
 def graph_of(record: Record) -> Graph | None:
     """The graph of a run that says which one it had."""
-    if "graph" not in record.config:
+    agents, seed = record.config.get("problem", {}).get("agents"), record.config.get("seed", 0)
+    try:
+        graph: Graph = make("graph", GRAPHS, record.config.get("graph", {}), agents=agents, seed=seed)
+    except (CadenError, TypeError):  # started from Python, or a function of the user's that is gone
         return None
-    agents, seed = record.config["problem"].get("agents"), record.config.get("seed", 0)
-    graph: Graph = make("graph", GRAPHS, record.config["graph"], agents=agents, seed=seed)
     return graph
 
 

@@ -231,7 +231,7 @@ class Plan:
 
     def rivals(self) -> dict[str, Record]:
         """Methods that the paper does not compare with."""
-        return self.with_tuned(RIVALS, self.scale.short, "rivals:")
+        return self.with_tuned({"CADEN": "caden", **RIVALS}, self.scale.short, "rivals:")
 
     def ablations(self) -> dict[str, dict[str, Record]]:
         """One thing changed at a time, from CADEN as it was tuned."""
