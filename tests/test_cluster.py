@@ -151,6 +151,7 @@ def test_a_killed_rank_comes_back_and_ends_in_the_same_bytes(tmp_path):
             children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True, check=False)
             victims = [int(p) for p in children.stdout.split()]
             assert victims
+            assert not (out / "weights.safetensors").exists()  # there is something left to do
             os.kill(victims[attempt % len(victims)], signal.SIGKILL)
             output, _ = job.communicate(timeout=240)
         finally:
