@@ -15,7 +15,7 @@ import pytest
 class Browser:
     """One window; `errors()` is what the console complained about."""
 
-    def __init__(self, folder, width=1200, height=900, dark=False):
+    def __init__(self, folder, width=1200, height=900):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -26,7 +26,6 @@ class Browser:
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         arguments += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
         arguments += [f"--window-size={width},{height}", f"--user-data-dir={folder}", "--hide-scrollbars"]
-        arguments += ["--blink-settings=preferredColorScheme=0"] if dark else []
         options = {"args": arguments, "binary": shutil.which("chromium")}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         self._session = ""
@@ -65,6 +64,11 @@ class Browser:
         """The page on a narrow screen (a headless window is at least 500 wide)."""
         screen = {"width": 380, "height": 800, "deviceScaleFactor": 2, "mobile": True}
         self._do("goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": screen})
+
+    def dark(self):
+        """The page for somebody who prefers the dark."""
+        wish = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+        self._do("goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": wish})
 
     def errors(self):
         return [e["message"] for e in self._do("se/log", {"type": "browser"}) if e["level"] in ("SEVERE", "WARNING")]

@@ -259,7 +259,7 @@ def test_compare_runs_all_on_the_same_start(call, tmp_path):
 
 def test_compare_keeps_going_when_a_method_diverges(call, tmp_path):
     code, out, err = call(
-        "compare", *QUICK, "--methods", "extra,caden", "--set", "rounds=60", "--set", "compare.extra.alpha=1e6",
+        "compare", *QUICK, "--methods", "extra,caden", "--set", "rounds=8", "--set", "compare.extra.alpha=1e6",
         "--out", "c", "--json",
     )  # fmt: skip
     assert code == 1
@@ -321,6 +321,7 @@ def _touched(folder):
 def _killed_and_resumed(folder, delays):
     """Kill a run after each delay, resume it each time, and return how often it was killed before it ended."""
     common = ["--set", "checkpoint_every=3", "--set", "participation=0.7", "--set", "rounds=60"]
+    common += ["--set", "problem.hidden=32"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     first = [sys.executable, "-m", "caden", "run", "--out", "cut", *common]
     again = [sys.executable, "-m", "caden", "resume", "cut"]
@@ -359,7 +360,7 @@ def _same_bytes(one, other):
 
 def test_killed_at_random_moments_and_resumed_to_the_same_bytes(tmp_path):
     rng = random.Random(1)
-    assert _killed_and_resumed(tmp_path, [rng.uniform(0, 0.8) for _ in range(3)]) >= 2
+    assert _killed_and_resumed(tmp_path, [rng.uniform(0, 0.8) for _ in range(2)]) >= 1
     _same_bytes(tmp_path / "cut", tmp_path / "whole")
 
 

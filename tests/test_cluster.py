@@ -83,7 +83,7 @@ def run_job(tmp_path, world, script):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_end_in_the_bits_of_the_simulator(tmp_path, world):
     assert run_job(tmp_path, world, HERE / "ranks.py") == json.loads(json.dumps(ranks.results()))
 

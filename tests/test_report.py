@@ -243,16 +243,14 @@ def test_the_page_is_one_file_that_asks_the_network_for_nothing():
 
 
 @needs_chromium
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_page_in_a_browser(tiny, tmp_path, dark):
+def test_the_page_in_a_browser(tiny, tmp_path):
     """No console errors, figures drawn, the axis switch, log boxes, dark colours, no sideways scrolling on a phone."""
     _, page = tiny
-    browser = Browser(tmp_path / "profile", dark=dark)
+    browser = Browser(tmp_path / "profile")
     try:
         browser.open(page)
-        drawn = browser.run(
-            "return [...document.querySelectorAll('.plot')].map(p => p.querySelectorAll('.trace').length)"
-        )
+        plots = "[...document.querySelectorAll('.plot')]"
+        drawn = browser.run(f"return {plots}.map(p => p.querySelectorAll('.trace').length)")
         assert len(drawn) > 15 and min(drawn) >= 1
         before = browser.run("return document.getElementById('fig1b').data[0].x.slice(0, 3)")
         name = browser.run(
@@ -264,12 +262,12 @@ def test_the_page_in_a_browser(tiny, tmp_path, dark):
         assert after == [74 * x for x in before]
         kind = "return document.getElementById('fig1a').layout.yaxis.type"
         assert browser.run(kind) == "log"
-        assert browser.run(
-            f"const b = logs.get('fig1a'); b.checked = false; b.dispatchEvent(new Event('change')); {kind}"
-        ) == ("linear")
-        assert browser.run("return getComputedStyle(document.body).backgroundColor") == (
-            "rgb(15, 19, 24)" if dark else "rgb(255, 255, 255)"
-        )
+        untick = "const box = logs.get('fig1a'); box.checked = false; box.dispatchEvent(new Event('change'));"
+        assert browser.run(untick + kind) == "linear"
+        colours = "return [getComputedStyle(document.body).backgroundColor, document.getElementById('fig1b').layout.font.color]"
+        assert browser.run(colours) == ["rgb(255, 255, 255)", "#1b1f24"]
+        browser.dark()
+        assert browser.run(colours) == ["rgb(15, 19, 24)", "#e6edf3"]
         assert browser.run("return document.querySelectorAll('svg.net line').length") == 37
         browser.phone()
         browser.open(page)

@@ -159,7 +159,7 @@ def compare(
     failed: dict[str, str] = {}
     for name, plan in plans.items():
         try:
-            results[name] = plan.run(out / name, built=(problem, graph))
+            results[name] = plan.run(out / name, built=(problem, graph), picture=False)
         except RunError as error:
             failed[name] = str(error)
             if error.result is not None:
