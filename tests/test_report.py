@@ -264,7 +264,8 @@ def test_the_page_in_a_browser(tiny, tmp_path):
         assert browser.run(kind) == "log"
         untick = "const box = logs.get('fig1a'); box.checked = false; box.dispatchEvent(new Event('change'));"
         assert browser.run(untick + kind) == "linear"
-        colours = "return [getComputedStyle(document.body).backgroundColor, document.getElementById('fig1b').layout.font.color]"
+        colours = "return [getComputedStyle(document.body).backgroundColor, document.getElementById('fig1b')"
+        colours += ".layout.font.color]"
         assert browser.run(colours) == ["rgb(255, 255, 255)", "#1b1f24"]
         browser.dark()
         assert browser.run(colours) == ["rgb(15, 19, 24)", "#e6edf3"]
