@@ -81,8 +81,8 @@ QUICK = Scale(  # a tenth of the data and of the rounds, half of the hidden unit
     wanted=16,
     start=0.03,
     trials=3,
-    trial_rounds=4,
-    trial_samples=3_000,
+    trial_rounds=3,
+    trial_samples=2_000,
     validation=1_000,
     seeds=(1,),
 )
