@@ -413,3 +413,9 @@ def test_parameters_that_must_diverge_are_refused_in_one_line(call, tmp_path):
     assert done.returncode == 0
     assert done.stderr.startswith("caden: warning: mu_y = 0.9")
     assert done.stderr.count("\n") == 1
+
+
+def test_more_processes_than_agents_are_refused_before_any_is_started(call):
+    code, _, err = call("run", "--processes", "50")
+    assert code == 2
+    assert "20 agents cannot be spread over 50 processes" in err

@@ -125,7 +125,10 @@ def run(
         out = Path("runs") / f"{config.method['name']}-{what}-{stamp}".replace(":", ".").replace("/", ".")
     elif out.exists() and not again and cluster.rank() == 0:
         raise CadenError(f"{out} exists already; choose another directory, or resume that run.")
-    if whole("processes", processes, least=1) > 1 and not cluster.launched():
+    agents = config.problem.get("agents")
+    if whole("processes", processes, least=1) > 1 and isinstance(agents, int) and processes > agents:
+        raise CadenError(f"{agents} agents cannot be spread over {processes} processes.")
+    if processes > 1 and not cluster.launched():
         given = [a for a in sys.argv[1:] if not a.startswith("--processes=")]
         if "--processes" in given:
             place = given.index("--processes")
