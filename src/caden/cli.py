@@ -26,6 +26,7 @@ from caden.graphs import GRAPHS
 from caden.history import Result, RunDirectory, plain
 from caden.methods import METHODS
 from caden.methods._caden import START
+from caden.peers import _cli as peers_cli
 from caden.plan import Store
 from caden.problems import PROBLEMS
 from caden.run import start_point, warm_up
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Data sets: list and fetch.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+peers_cli.register(app)
 
 File = Annotated[Path | None, typer.Argument(metavar="[EXPERIMENT.toml]")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")]

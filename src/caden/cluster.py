@@ -141,17 +141,23 @@ def _refine(adjacent: np.ndarray, home: np.ndarray, parts: int) -> None:
         home[i], home[j] = home[j], home[i]
 
 
+def hosted(graph: Graph) -> list[int]:
+    """The agents of this rank."""
+    here, world = join()
+    return blocks(graph, world)[here]
+
+
 def host(
     problem: Problem, graph: Graph, draw: Draw, may_sleep: bool, messages: Any, links: Any
 ) -> tuple[Problem, Ranks]:
     """This rank's part of a problem and of the network."""
     if Messages.from_spec(messages) != Messages() or Links.from_spec(links, graph, draw.seed) is not None:
         raise CadenError("`messages` and `links` model a network; on a real one they are not for us to choose.")
-    if graph.agents != problem.agents:
-        raise CadenError(f"The graph has {graph.agents} agents but the problem has {problem.agents}.")
     here, world = join()
     plan = blocks(graph, world)
-    mine = problem.take(plan[here])
+    if problem.agents not in (graph.agents, len(plan[here])):
+        raise CadenError(f"The graph has {graph.agents} agents but the problem has {problem.agents}.")
+    mine = problem.take(plan[here]) if problem.agents == graph.agents else problem
     return mine, Ranks(graph, mine, draw, may_sleep, plan, here)
 
 

@@ -14,7 +14,7 @@ name = "ring"
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import tomli_w
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from caden import schedules
+from caden import cluster, schedules
 from caden.core import Method, Problem
 from caden.errors import CadenError, choose, whole
 from caden.graphs import GRAPHS, Graph
@@ -35,7 +35,13 @@ from caden.run import Warmup, simulate
 
 REGISTRIES: dict[str, dict[str, Factory]] = {"method": METHODS, "problem": PROBLEMS, "graph": GRAPHS}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-HIDDEN = ("dtype", "device", "features", "labels")  # said once for the whole experiment, or too large for a file
+HIDDEN = (
+    "dtype",
+    "device",
+    "features",
+    "labels",
+    "hosted",
+)  # said once for the whole experiment, or too large for a file
 
 # The paper's setting (20 agents, 37 edges, two layers without biases, 5 local steps, warm-up) on embedded data.
 DEFAULTS: dict[str, Any] = {
@@ -72,13 +78,18 @@ class Experiment(BaseModel):
     links: float | list[float] | dict[str, Any] = 1.0
     compare: dict[str, dict[str, Any]] = {}  # parameters of the methods that `caden compare` runs beside this one
     tune: dict[str, dict[str, Any]] = {}  # search spaces of `caden tune`, see `tune.SPACES`
+    fleet: dict[str, Any] = {}  # where peers listen, see `peers.Fleet`
 
     def to_toml(self) -> str:
         """The experiment as text; unset values are left out."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
-    def build(self) -> tuple[Method, Problem, Graph]:
-        """Make the method, the problem and the graph; what was chosen by measuring is written back."""
+    def build(self, hosted: Callable[[Graph], list[int]] | None = None) -> tuple[Method, Problem, Graph]:
+        """Make the method, the problem and the graph; what was chosen by measuring is written back.
+
+        `hosted` names the agents of this process: the problem is then theirs alone. A factory that takes `hosted`
+        itself need not load what belongs to the others.
+        """
         dtype = {} if self.dtype is None else {"dtype": DTYPES[choose("dtype", self.dtype, DTYPES)]}
         shared = {"seed": self.seed, "device": str(device_of(self.device)), **dtype}
         if self.deterministic:
@@ -87,8 +98,16 @@ class Experiment(BaseModel):
         if ":" in str(tables["problem"].get("model", "")):
             tables["problem"]["model"] = load_object(tables["problem"]["model"])
         method: Method = make("method", METHODS, tables["method"])
-        problem: Problem = make("problem", PROBLEMS, tables["problem"], **shared)
-        graph: Graph = make("graph", GRAPHS, tables["graph"], agents=problem.agents, seed=self.seed)
+        takes = parameters(factory("problem", PROBLEMS, tables["problem"]))
+        if hosted is not None and "hosted" in takes and "agents" in takes:
+            agents = tables["problem"].get("agents", takes["agents"].default)
+            graph: Graph = make("graph", GRAPHS, tables["graph"], agents=agents, seed=self.seed)
+            shared["hosted"] = hosted(graph)
+            problem: Problem = make("problem", PROBLEMS, tables["problem"], **shared)
+        else:
+            problem = make("problem", PROBLEMS, tables["problem"], **shared)
+            graph = make("graph", GRAPHS, tables["graph"], agents=problem.agents, seed=self.seed)
+            problem = problem if hosted is None else problem.take(hosted(graph))
         for kind, made, good in (
             ("method", method, isinstance(method, Method)),
             ("problem", problem, hasattr(problem, "value_and_grad")),
@@ -127,7 +146,7 @@ class Experiment(BaseModel):
     ) -> Result:
         """Build and simulate; `built` reuses a problem and a graph."""
         if built is None:
-            method, problem, graph = self.build()
+            method, problem, graph = self.build(cluster.hosted if cluster.launched() else None)
         else:
             method, (problem, graph) = make("method", METHODS, self.method), built
             self._resolve(problem)

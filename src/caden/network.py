@@ -139,6 +139,10 @@ class Stacked:
         """(k, ...) of the hosted agents -> (m, ...) of all, in their order."""
         return rows
 
+    def _largest(self, values: Tensor) -> Tensor:
+        """(k,) -> () the largest value of all agents."""
+        return self.gather(values).max()
+
     def reduce(self, values: Sequence[float], how: str) -> list[float]:
         """The "max" or the "sum" of each number over all processes."""
         return list(values)
@@ -274,7 +278,7 @@ class Stacked:
             # Flooding: as many scalar exchanges as the longest path has edges.
             if index >= 0:
                 count(2 * len(self._graph.edges) * self._graph.diameter, 1, values.element_size())
-            return self.gather(values).max()
+            return self._largest(values)
 
         def uniform(label: str) -> float:
             return float(self._draw.uniform(f"common/{label}", index, count=1)[0])

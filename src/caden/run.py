@@ -141,7 +141,7 @@ def simulate(
     if place and first_rank and not resume and place.path.exists():
         raise CadenError(f"{place.path} exists already; choose another directory, or resume that run.")
 
-    with _threads(deterministic), _interruptible() as interrupted:
+    with threads(deterministic), _interruptible() as interrupted:
         curvature = saved[0].get("curvature") if saved else None
         if curvature is not None:
             curvature = curvature.to(problem.device)
@@ -341,7 +341,7 @@ def _interrupted(index: int, place: RunDirectory | None, config: str) -> Interru
 
 
 @contextmanager
-def _threads(deterministic: bool) -> Iterator[None]:
+def threads(deterministic: bool) -> Iterator[None]:
     """One thread and deterministic kernels for the time of a run, if asked for."""
     if not deterministic:
         yield

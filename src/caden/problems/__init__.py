@@ -32,6 +32,7 @@ def _classification_by_name(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    hosted: list[int] | None = None,
 ) -> Module:
     """`classification` on a named data set, with the paper's network or a linear model; what TOML files use.
 
@@ -67,6 +68,7 @@ def _classification_by_name(
         seed=seed,
         dtype=dtype,
         device=device,
+        hosted=hosted,
     )
 
 

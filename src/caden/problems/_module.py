@@ -236,6 +236,7 @@ def classification(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    hosted: list[int] | None = None,
 ) -> Module:
     """Train `model` over agents that each hold a shard of `train`; the model's own parameters are the start.
 
@@ -248,6 +249,7 @@ def classification(
         loss: (output, target) -> mean over the samples. metrics: name -> (output, target) -> number on the test data.
         weight: "agents" counts every agent alike, "samples" every sample.
         batching: gradients by a "loop" over agents, by "vmap", or "auto": what is faster here.
+        hosted: keep only these agents' shards.
 
     >>> model = nn.Linear(2, 2)
     >>> problem = classification(model, (torch.randn(9, 2), torch.randint(2, (9,))), agents=4)
@@ -266,12 +268,13 @@ def classification(
         )
     model = copy.deepcopy(model).to(device, dtype)
     parts = partition_from_spec(partition, targets.cpu().numpy(), agents, seed)
-    shards = [(inputs[torch.as_tensor(p)], targets[torch.as_tensor(p)]) for p in parts]
+    mine = list(range(agents)) if hosted is None else hosted
+    shards = [(inputs[torch.as_tensor(parts[i])], targets[torch.as_tensor(parts[i])]) for i in mine]
     if metrics is None:
         metrics = {"accuracy": accuracy} if not targets.is_floating_point() else {}
-    counts = torch.tensor([len(x) for x, _ in shards], dtype=torch.float64)
+    counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     scale = counts * agents / counts.sum() if weight == "samples" else torch.ones_like(counts)
-    return Module(model, shards, held_out, loss, metrics, scale.to(device, dtype), batching)
+    return Module(model, shards, held_out, loss, metrics, scale[mine].to(device, dtype), batching)
 
 
 def mlp(inputs: int, outputs: int, hidden: int = 128, seed: int = 0) -> nn.Sequential:
