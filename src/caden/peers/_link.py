@@ -128,12 +128,12 @@ class ZenohLink:
         self._out: dict[int, dict[int, Tensor]] = {}  # version -> neighbour -> row
         self._mail: dict[int, tuple[int, Tensor]] = {}
         self._newest = dict.fromkeys(self.neighbours, -1)
-        self._done = dict.fromkeys(self.neighbours, 0)  # rounds that they have done
+        self._done = dict.fromkeys(self.neighbours, -1)  # rounds that they have done; -1: not even the start
         self._heard = dict.fromkeys(self.neighbours, -1.0)  # when a notice came
         self._brought = dict.fromkeys(self.neighbours, -1.0)  # when a row came
         self.table = [Entry()] * graph.agents
         self.refused: Counter[str] = Counter()
-        self.wire_bytes, self.rounds, self.slowest = 0, 0, 0.0
+        self.wire_bytes, self.rounds, self.slowest = 0, -1, 0.0
         self._news, self._seen, self._closing = 0, 0, threading.Event()
         self._began = time.monotonic()
         self._zenoh: Any = zenoh
@@ -382,15 +382,20 @@ class ZenohLink:
         def there() -> bool:
             return self._newest[neighbour] >= version
 
-        began = time.monotonic()
-        while not self._closing.is_set():
+        began = offered = time.monotonic()
+        while True:
             with self._changed:
                 ready = self._changed.wait_for(there, BEAT)
-            found = self._fetch(neighbour, version, like) if ready else None
-            if found is not None:
-                return found[1]
+            if ready:
+                found = self._fetch(neighbour, version, like)
+                if found is not None:
+                    return found[1]
+                if time.monotonic() - offered > self._fleet.patience:
+                    raise RunError(f"Agent {neighbour} offers version {version}, but it cannot be had.")
+                self._closing.wait(0.02)
+            else:
+                offered = time.monotonic()
             self._alive(neighbour, began)
-        raise RunError("The link was closed.")
 
     def keep_step(self, round: int) -> None:
         """Wait until no neighbour is more than a round behind: what they still need is kept for so long."""

@@ -1,0 +1,428 @@
+"""Peers: the simulator's numbers in lockstep, the minimiser when running free, whatever dies or lies on the way."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import caden
+from caden import checkpoint
+from caden.cli import app
+from caden.errors import CadenError
+from caden.peers import Fleet, _link, certify, replay, take_part
+from peers import QUADRATIC, as_process, as_threads, fleet_file
+
+pytest.importorskip("zenoh")
+runner = CliRunner()
+
+
+def simulated(config):
+    method, problem, graph = config.build()
+    return caden.simulate(
+        method, problem, graph, config.rounds, participation=config.participation, seed=config.seed, deterministic=True
+    )
+
+
+def models(out, agents):
+    return torch.cat([checkpoint.load(out / f"agent-{i}" / "weights.safetensors")[0]["x"] for i in range(agents)])
+
+
+LOCKSTEP = {
+    "caden": {"name": "caden", "mu_z": 1.0},
+    "caden, auto": {"name": "caden", "relax": 0.8},
+    "gt": {"name": "gt", "alpha": 0.05},
+    "adapd": {"name": "adapd", "eta": 0.5},
+    "radmm": {"name": "radmm", "rho": 0.5},
+}
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("method", LOCKSTEP)
+def test_lockstep_peers_end_in_the_bits_of_the_simulator(tmp_path, method, participation):
+    config = fleet_file(tmp_path, method=LOCKSTEP[method], participation=participation)
+    result = simulated(config)
+    found = as_threads(config, tmp_path)
+    for agent in range(6):
+        assert torch.equal(found[agent].x[0], result.x[agent]), found[agent]
+        assert found[agent].rows[-1]["communications"] == result.rows[-1]["communications"]
+
+
+def test_lockstep_ends_when_all_changes_are_small(tmp_path):
+    config = fleet_file(tmp_path, method=LOCKSTEP["caden"], rounds=400, tolerance=1e-4)
+    found = as_threads(config, tmp_path)
+    assert {r.stopped for r in found.values()} == {"tolerance"}
+    assert len({r.rows[-1]["round"] for r in found.values()}) == 1
+    assert found[0].rows[-1]["round"] < 400
+    assert max(r.rows[-1]["change"] for r in found.values()) < 1e-4
+
+
+def test_a_method_with_a_server_is_refused(tmp_path):
+    found = as_threads(fleet_file(tmp_path, method={"name": "fedavg"}), tmp_path, agents=[0])
+    assert isinstance(found[0], CadenError) and "server" in str(found[0])
+
+
+def test_only_arc_methods_run_free(tmp_path):
+    config = fleet_file(tmp_path, mode="free", method={"name": "gt"}, fleet={"forget": 0.5})
+    found = as_threads(config, tmp_path, agents=[0])
+    assert isinstance(found[0], CadenError) and "lockstep" in str(found[0])
+
+
+STRONG = {**QUADRATIC, "condition": 4.0}
+FREE = {
+    "local_steps": 2,
+    "tolerance": 1e-10,
+    "rounds": 20000,
+    "problem": STRONG,
+    "method": {"name": "radmm", "rho": 0.4, "alpha": 0.7},
+}
+
+
+@pytest.mark.parametrize("method", [FREE["method"], {"name": "lt_admm"}])
+def test_free_peers_agree_on_the_minimiser_and_replay_to_the_bit(tmp_path, method):
+    config = fleet_file(tmp_path, mode="free", **{**FREE, "method": method}, fleet={"seconds": 60.0})
+    found = as_threads(config, tmp_path)
+    solution = config.build()[1].solution
+    for result in found.values():
+        assert result.stopped == "tolerance", result
+        assert float((result.x[0] - solution).norm()) < 1e-6
+    assert all(again.same for again in replay(tmp_path))
+
+
+def test_a_replay_notices_a_log_that_was_changed(tmp_path):
+    config = fleet_file(tmp_path, mode="free", rounds=15)
+    as_threads(config, tmp_path)
+    log = tmp_path / "agent-2" / "versions.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    step = next(line for line in lines if line["step"] > 2 and line["read"])
+    step["read"] = {}
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert not all(again.same for again in replay(tmp_path))
+    step["read"] = {"1": 99}
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(CadenError, match="do not fit together"):
+        replay(tmp_path)
+
+
+def test_peers_that_are_killed_restarted_and_frozen_still_reach_the_minimiser(tmp_path):
+    """6 processes; two die at random moments and come back, one stands still for 5 s; nobody's publish waits."""
+    config = fleet_file(tmp_path, mode="free", **FREE, fleet={"seconds": 100.0, "pace": 0.02})
+    chance = random.Random(0)
+    crew = {agent: as_process(config, agent, tmp_path) for agent in range(6)}
+    try:
+        deadline = time.monotonic() + 60
+        while not all((tmp_path / f"agent-{i}" / "checkpoint.safetensors").exists() for i in range(6)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(crew[4].pid, signal.SIGSTOP)
+        frozen = time.monotonic()
+        for victim in (1, 2):
+            time.sleep(chance.uniform(0.1, 1.0))
+            crew[victim].kill()
+            crew[victim].join(10)
+            assert not (tmp_path / f"agent-{victim}" / "weights.safetensors").exists()  # in the middle of its work
+            time.sleep(chance.uniform(0.1, 1.0))
+            crew[victim] = as_process(config, victim, tmp_path)
+        time.sleep(max(0.0, frozen + 5 - time.monotonic()))
+        os.kill(crew[4].pid, signal.SIGCONT)
+        for process in crew.values():
+            process.join(120)
+            assert process.exitcode == 0
+    finally:
+        for process in crew.values():
+            process.kill()
+    solution = config.build()[1].solution
+    assert float((models(tmp_path, 6) - solution).norm(dim=1).max()) < 1e-6
+    for agent in range(6):
+        summary = json.loads((tmp_path / f"agent-{agent}" / "summary.json").read_text())
+        assert summary["stopped"] == "tolerance"
+        if agent != 4:
+            assert summary["slowest_publish"] < 1
+    assert all(again.same for again in replay(tmp_path))
+
+
+def test_the_fleet_goes_on_to_the_minimiser_of_those_who_remain_and_of_those_who_join(tmp_path):
+    """Agent 5 comes late; agent 0 leaves for good: the rest end at the minimiser of the sum without it."""
+    graph = {"name": "complete"}
+    extra = {"fleet": {"forget": 1.5, "seconds": 60.0}, "graph": graph}
+    config = fleet_file(tmp_path, mode="free", **FREE, **extra)
+    stops = {agent: threading.Event() for agent in range(6)}
+    found = {}
+    early = threading.Thread(target=lambda: found.update(as_threads(config, tmp_path, [0], stops)))
+    others = threading.Thread(target=lambda: found.update(as_threads(config, tmp_path, [1, 2, 3, 4], stops)))
+    early.start(), others.start()
+    time.sleep(1.5)
+    stops[0].set()
+    early.join(30)
+    found |= as_threads(config, tmp_path, [5], stops)
+    others.join(90)
+    problem = config.build()[1]
+    rest = problem.take([1, 2, 3, 4, 5]).solution
+    for agent in range(1, 6):
+        assert found[agent].stopped == "tolerance", found[agent]
+        assert float((found[agent].x[0] - rest).norm()) < 1e-6
+    assert float((rest - problem.solution).norm()) > 1e-2  # and that is another point
+
+
+def test_a_killed_lockstep_peer_comes_back_and_all_end_in_the_same_bits(tmp_path):
+    config = fleet_file(tmp_path, method=LOCKSTEP["gt"], participation=0.5, rounds=300)
+    crew = {agent: as_process(config, agent, tmp_path) for agent in range(6)}
+    try:
+        log = tmp_path / "agent-3" / "metrics.csv"
+        deadline = time.monotonic() + 60
+        while not log.exists() or len(log.read_text().splitlines()) < 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        crew[3].kill()
+        crew[3].join(10)
+        time.sleep(0.5)
+        crew[3] = as_process(config, 3, tmp_path)
+        for process in crew.values():
+            process.join(120)
+            assert process.exitcode == 0
+    finally:
+        for process in crew.values():
+            process.kill()
+    assert torch.equal(models(tmp_path, 6), simulated(config).x)
+
+
+def test_wire_bytes_are_what_the_method_needs(tmp_path):
+    """d = 100,000: within 2 % of one row per directed edge and round."""
+    problem = {"name": "logistic", "agents": 3, "samples": 4, "dim": 100_000}
+    config = fleet_file(tmp_path, problem=problem, method={"name": "gt", "alpha": 0.01}, rounds=20)
+    found = as_threads(config, tmp_path)
+    sent = sum(result.rows[-1]["wire_bytes"] for result in found.values())
+
+    needed = found[0].rows[-1]["bytes"]
+    assert needed <= sent <= 1.02 * needed
+
+
+def test_a_clipped_message_moves_no_further_than_allowed():
+    class Silent:
+        def members(self, step):
+            return {1, 5}
+
+        def read(self, step):
+            return {1: (step + 2, torch.full((4,), 10.0 * (step + 2), dtype=torch.float64))}
+
+        def publish(self, version, rows):
+            pass
+
+    from caden.peers._network import Free
+    from caden.schedules import Draw
+
+    problem, graph = caden.problems.quadratic(agents=6, dim=4), caden.graphs.ring(6)
+    network = Free(graph, problem.take([0]), Draw(0, 6), 0, Silent(), clip=2.0)
+    everyone, work = torch.ones(6, dtype=torch.bool), torch.ones(6, dtype=torch.int64)
+    got = []
+    for index in range(3):
+        context = network.round(index, everyone, work, problem)
+        received, arrived = context.exchange(torch.zeros(4, 4, dtype=torch.float64))
+        got.append(received[arrived.squeeze(1)][0])
+    assert torch.equal(got[0], torch.full((4,), 20.0, dtype=torch.float64))  # the first is taken as it is
+    assert torch.allclose((got[1] - got[0]).norm(), torch.tensor(2.0, dtype=torch.float64))
+    assert torch.allclose((got[2] - got[1]).norm(), torch.tensor(2.0, dtype=torch.float64))
+
+
+def test_messages_are_what_was_packed_and_nothing_else():
+    table = [_link.Entry(5, 2, 0), _link.Entry(-1, 0, 0)]
+    note = _link.pack_note(1, 9, 4, table)
+    assert _link.unpack_note(note, 1, 2) == (9, 4, table)
+    chunk = bytes(range(64))
+    header = _link.pack_row(1, 7, torch.float64, 64, 0, chunk)
+    assert _link.check_row(header, 1, torch.float64, 64, 0, 64)[0] == 7
+    chance = random.Random(1)
+    for _ in range(1000):
+        place, bit = chance.randrange(len(note)), 1 << chance.randrange(8)
+        bad = bytes(b ^ (bit if n == place else 0) for n, b in enumerate(note))
+        with pytest.raises(_link.Refused):
+            _link.unpack_note(bad[: chance.choice([len(bad), chance.randrange(len(bad))])], 1, 2)
+    for wrong in (
+        (header, 2, torch.float64, 64, 0, 64),
+        (header, 1, torch.float32, 64, 0, 64),
+        (header, 1, torch.float64, 128, 0, 64),
+        (header, 1, torch.float64, 64, 0, 32),
+        (header[:-1], 1, torch.float64, 64, 0, 64),
+    ):
+        with pytest.raises(_link.Refused):
+            _link.check_row(*wrong)
+
+
+# Strangers, liars and noise.
+
+
+def raw_session(endpoint, certificates=None, agent=1):
+    """A Zenoh session without any of our checks."""
+    import zenoh
+
+    config = zenoh.Config()
+    settings = {"mode": "client", "connect/endpoints": [endpoint], "scouting/multicast/enabled": False}
+    settings |= {"connect/exit_on_failure": False, "connect/timeout_ms": 3000}
+    if certificates is not None:
+        own = {"private_key": f"{certificates}/agent-{agent}.key", "certificate": f"{certificates}/agent-{agent}.pem"}
+        tls = {f"{side}_{k}": v for side in ("listen", "connect") for k, v in own.items()}
+        settings["mode"] = "peer"
+        settings["listen/endpoints"] = []
+        settings["transport/link/tls"] = {"root_ca_certificate": f"{certificates}/ca.pem", "enable_mtls": True, **tls}
+    for key, value in settings.items():
+        config.insert_json5(key, json.dumps(value))
+    return zenoh.open(config)
+
+
+def link_of(config, agent, dim=4):
+    fleet, graph = Fleet.of(config), config.build()[2]
+    return _link.ZenohLink(fleet, graph, agent, torch.empty(dim, dtype=torch.float64))
+
+
+def until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_with_certificates_only_the_fleet_gets_in_and_everyone_speaks_for_themselves(tmp_path):
+    certify(tmp_path / "good", ["127.0.0.1"] * 6)
+    certify(tmp_path / "other", ["127.0.0.1"] * 6)
+    config = fleet_file(tmp_path, "free", tls=True, fleet={"certificates": str(tmp_path / "good")})
+    stranger = config.model_copy(update={"fleet": {**config.fleet, "certificates": str(tmp_path / "other")}})
+    note = [_link.pack_note(j, 3, 3, [_link.Entry()] * 6) for j in range(6)]
+    zero, links = link_of(config, 0), []
+    try:
+        links.append(link_of(stranger, 1))  # of another authority
+        assert not until(lambda: zero.silent(1) < 60 or links[0].silent(0) < 60, 3)
+        links[0].close()
+        liar = raw_session(config.fleet["endpoints"][0], tmp_path / "good", agent=1)  # a true certificate of agent 1
+        for _ in range(20):
+            liar.put("test/note/5", note[5])
+            liar.put("test/note/1", note[1])
+            time.sleep(0.05)
+        assert zero.silent(1) < 5  # what it says as itself is heard
+        assert zero.silent(5) == float("inf")  # what it says as agent 5 is not
+        liar.close()
+        links.append(link_of(config, 5))
+        assert until(lambda: zero.silent(5) < 60 and links[1].silent(0) < 60)
+        row = torch.arange(4, dtype=torch.float64)
+        links[1].publish(0, {0: row, 4: row})
+        assert until(lambda: 5 in zero.read(0)) and torch.equal(zero.read(0)[5][1], row)
+    finally:
+        zero.close()
+        for link in links:
+            link.close()
+
+
+def memory():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_thousand_malformed_messages_leave_the_receiver_running(tmp_path):
+    config = fleet_file(tmp_path, "free")
+    zero, five = link_of(config, 0), link_of(config, 5)
+    noise, chance = raw_session(config.fleet["endpoints"][0]), random.Random(2)
+    good = _link.pack_note(1, 1, 1, [_link.Entry()] * 6)
+    rows = [
+        (b"", b""),
+        (bytes(32), b"x" * 7),
+        (bytes(5_000_000), b""),  # more than a link takes
+        (bytes(32), _link.pack_row(1, 1, torch.float64, 1 << 50, 0, bytes(32))),  # of an absurd size
+        (bytes(16), _link.pack_row(1, 1, torch.float32, 16, 0, bytes(16))),
+        (bytes(32), _link.pack_row(2, 1, torch.float64, 32, 0, bytes(32))),
+        (b"\xff" * 32, _link.pack_row(1, 1, torch.float64, 32, 0, b"\xff" * 32)),  # NaN
+        (bytes(32), _link.pack_row(1, 1, torch.float64, 32, 0, b"y" * 32)),  # a false checksum
+        (bytes(32), _link.pack_row(1, -3, torch.float64, 32, 0, bytes(32))),
+    ]
+    asked = 0
+
+    def answer(query):
+        nonlocal asked
+        payload, header = rows[asked % len(rows)]
+        asked += 1
+        query.reply(query.key_expr, payload, attachment=header)
+
+    try:
+        held = noise.declare_queryable("test/row/1/0", answer)
+        assert until(lambda: zero.silent(5) < 60)
+        before = memory()
+        for number in range(1000):
+            size = chance.choice([0, 1, len(good) - 1, len(good), 200, 3_000_000 if number % 50 == 0 else 300])
+            noise.put("test/note/1", chance.randbytes(size))
+            if number % 10 == 0:
+                noise.put("test/note/1", good)  # promises a row, which then is not one
+                noise.get("test/row/0/1?v=x;o=-1", timeout=1.0), noise.get("test/row/0/5?v=0", timeout=1.0)
+            time.sleep(0.002)
+        assert until(lambda: asked >= 2 * len(rows))
+        assert sum(zero.refused.values()) > 500
+        assert 1 not in zero.read(0)
+        assert memory() - before < 150e6
+        row = torch.arange(4, dtype=torch.float64)
+        five.publish(0, {0: row, 4: row})
+        assert until(lambda: 5 in zero.read(0)) and torch.equal(zero.read(0)[5][1], row)
+        held.undeclare()
+    finally:
+        noise.close(), zero.close(), five.close()
+
+
+def test_old_versions_are_refused_and_reported(tmp_path):
+    config = fleet_file(tmp_path, "free")
+    zero = link_of(config, 0)
+    peer = raw_session(config.fleet["endpoints"][0])
+    try:
+        for version in (5, 3):
+            note = _link.pack_note(1, version, version, [_link.Entry()] * 6)
+            assert until(lambda note=note: (peer.put("test/note/1", note), zero.silent(1) < 0.1)[1])
+        assert until(lambda: any("old version" in why for why in zero.refused))
+    finally:
+        peer.close(), zero.close()
+
+
+# The commands.
+
+
+def test_fleet_files_are_checked_in_one_line(tmp_path):
+    for wrong, said in (
+        ({"mode": "often"}, "mode"),
+        ({"pace": -1.0}, "pace"),
+        ({"colour": 1}, "colour"),
+        ({"name": "a/b"}, "plain word"),
+        ({"endpoints": ["udp/1:2"] * 6}, "tcp/HOST:PORT"),
+        ({"endpoints": ["tls/h:2"] * 6}, "certificates"),
+        ({"endpoints": ["tcp/h:2"]}, "1 entries for 6"),
+    ):
+        config = fleet_file(tmp_path, fleet=wrong)
+        with pytest.raises(CadenError, match=said):
+            take_part(config, 0, tmp_path / "x")
+    with pytest.raises(CadenError, match="lockstep"):
+        Fleet.of(fleet_file(tmp_path, "free", participation=0.5))
+    with pytest.raises(CadenError, match="not for us"):
+        Fleet.of(fleet_file(tmp_path, messages={"loss": 0.1}))
+    with pytest.raises(CadenError, match=r"0\.\.5"):
+        take_part(fleet_file(tmp_path), 6, tmp_path / "x")
+
+
+def test_init_writes_a_fleet_that_runs_and_can_be_simulated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = runner.invoke(app, ["fleet", "init", "--agents", "3", "--lockstep", "--tls"])
+    assert said.exit_code == 0, said.output
+    assert (tmp_path / "FLEET-certificates" / "agent-2.key").stat().st_mode & 0o077 == 0
+    text = (tmp_path / "FLEET.toml").read_text().replace("rounds = 200", "rounds = 3")
+    (tmp_path / "FLEET.toml").write_text(text + "[warmup]\nsteps = 2\n")
+    command = [sys.executable, "-m", "caden", "fleet", "FLEET.toml", "--out", "run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 3 and max(map(len, done.stdout.splitlines())) <= 80
+    run = runner.invoke(app, ["run", "FLEET.toml", "--out", "simulated"])
+    assert run.exit_code == 0, run.output
+    assert torch.equal(models(tmp_path / "run", 3), checkpoint.load(tmp_path / "simulated/weights.safetensors")[0]["x"])
+    again = runner.invoke(app, ["fleet", "init"])
+    assert isinstance(again.exception, CadenError) and "exists already" in str(again.exception)
+    twice = runner.invoke(app, ["peer", "FLEET.toml", "--agent", "0", "--out", "run"])
+    assert "has finished" in str(twice.exception)
+    assert "lockstep" in str(runner.invoke(app, ["replay", "run"]).exception)
