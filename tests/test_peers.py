@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -426,3 +427,68 @@ def test_init_writes_a_fleet_that_runs_and_can_be_simulated(tmp_path, monkeypatc
     twice = runner.invoke(app, ["peer", "FLEET.toml", "--agent", "0", "--out", "run"])
     assert "has finished" in str(twice.exception)
     assert "lockstep" in str(runner.invoke(app, ["replay", "run"]).exception)
+
+
+def _ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def namespaces():
+    """Three network namespaces in a ring of cables, agent i at 10.77.i.i; needs root."""
+    if os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the command `ip`")
+    mark = f"caden{os.getpid()}"
+    names = [f"{mark}n{i}" for i in range(3)]
+    try:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
+        for i, name in enumerate(names):
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "addr", "add", f"10.77.{i}.{i}/32", "dev", "lo")
+        for a, b in ((0, 1), (1, 2), (0, 2)):
+            ends = [f"c{a}{b}x{i}" for i in (a, b)]
+            _ip("link", "add", ends[0], "netns", names[a], "type", "veth", "peer", ends[1], "netns", names[b])
+            for here, there, end in ((a, b, ends[0]), (b, a, ends[1])):
+                _ip("-n", names[here], "link", "set", end, "up")
+                route = ["route", "add", f"10.77.{there}.{there}/32", "dev", end, "src", f"10.77.{here}.{here}"]
+                _ip("-n", names[here], *route)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
+
+
+def test_peers_with_addresses_of_their_own_survive_a_cut_cable(tmp_path, namespaces):
+    problem = {**STRONG, "agents": 3}
+    endpoints = [f"tcp/10.77.{i}.{i}:7447" for i in range(3)]
+    extra = {"seconds": 60.0, "endpoints": endpoints, "calm": 60}
+    fleet_file(tmp_path, "free", **{**FREE, "problem": problem}, fleet=extra)
+    command = [sys.executable, "-m", "caden", "peer", str(tmp_path / "FLEET.toml"), "--out", str(tmp_path), "--agent"]
+    crew = [
+        subprocess.Popen(["ip", "netns", "exec", name, *command, str(i)], stderr=subprocess.PIPE, text=True)
+        for i, name in enumerate(namespaces)
+    ]
+    try:
+        places = [tmp_path / f"agent-{i}" for i in range(3)]
+        assert until(lambda: all((place / "checkpoint.safetensors").exists() for place in places), 60)
+        _ip("-n", namespaces[0], "link", "set", "c01x0", "down")
+        time.sleep(3)  # longer than a link's lease
+        _ip("-n", namespaces[0], "link", "set", "c01x0", "up")
+        _ip("-n", namespaces[0], "route", "add", "10.77.1.1/32", "dev", "c01x0", "src", "10.77.0.0")
+        for process in crew:
+            error = process.communicate(timeout=90)[1]
+            assert process.returncode == 0, error
+    finally:
+        for process in crew:
+            process.kill()
+    up = [int(line.split(",")[8]) for line in (places[0] / "metrics.csv").read_text().splitlines()[1:]]
+    assert min(up[20:]) == 1 and up[-1] == 2  # it was noticed, and is over
+    rows = [json.loads((place / "summary.json").read_text()) for place in places]
+    assert {row["stopped"] for row in rows} == {"tolerance"}
+    solution = caden.problems.quadratic(agents=3, dim=4, seed=3, condition=4.0).solution
+    assert float((models(tmp_path, 3) - solution).norm(dim=1).max()) < 1e-6
+    assert all(again.same for again in replay(tmp_path))
