@@ -16,8 +16,9 @@ when a pair is used, in coefficients. So the memory stays valid when phi, the an
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ class Pairs(NamedTuple):
 
     vectors: Tensor  # (k, 2M, d): s in the first M slots, the changes of grad f_i in the others
     gram: Tensor  # (k, 2M, 2M) float64 inner products; the newest pair's are filled in when a direction is asked for
-    stored: Tensor  # (k,) int64 pairs written since the last reset
+    stored: Tensor  # (k,) int64 pairs written since the last reset; this and the Gram matrix stay on the CPU
 
     @property
     def memory(self) -> int:
@@ -98,47 +99,67 @@ class LBFGSMemory(NamedTuple):
 def no_pairs(like: Tensor, memory: int) -> Pairs:
     """Empty buffers for k agents."""
     k, d = like.shape
-    gram = like.new_zeros(k, 2 * memory, 2 * memory, dtype=torch.float64)
-    return Pairs(like.new_zeros(k, 2 * memory, d), gram, torch.zeros(k, dtype=torch.int64, device=like.device))
+    gram = torch.zeros(k, 2 * memory, 2 * memory, dtype=torch.float64)
+    return Pairs(like.new_zeros(k, 2 * memory, d), gram, torch.zeros(k, dtype=torch.int64))
 
 
 def direction(pairs: Pairs, rows: Tensor, g: Tensor, rho: Tensor, scale: Tensor) -> Tensor:
     """-H g for the given rows; -scale g where nothing is stored. Completes the Gram matrix with the newest pair."""
-    memory, stored = pairs.memory, pairs.stored[rows]
-    if memory == 0 or not bool(stored.any()):
+    memory, stored = pairs.memory, pairs.stored.numpy()
+    if memory == 0 or not stored.any():
         return -scale * g
+    at = slice(None) if len(rows) == len(stored) else rows.numpy(force=True)
+    products = pairs.inner(rows, g).numpy(force=True)
+    weights, gamma = _coefficients(
+        pairs.gram.numpy(), at, stored[at], products, *(v.double().numpy(force=True)[:, 0] for v in (rho, scale))
+    )
+    base = torch.from_numpy(-gamma).to(g).unsqueeze(1) * g
+    return pairs.combine(rows, torch.from_numpy(weights).to(g.device), base)
 
-    products = pairs.inner(rows, g)
+
+def _coefficients(
+    grams: np.ndarray, at: Any, stored: np.ndarray, products: np.ndarray, rho: np.ndarray, scale: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The (k', 2M) weights of the stored vectors in -H g, and gamma (k',). Small algebra, for which torch is slow."""
+    each_row, memory = np.arange(len(stored)), grams.shape[1] // 2
     newest = (stored - 1) % memory
+    where = each_row if isinstance(at, slice) else at
     for which, slot in enumerate((newest, memory + newest)):
-        pairs.gram[rows, slot] = products[:, which]
-        pairs.gram[rows, :, slot] = products[:, which]
+        grams[where, slot] = products[:, which]
+        grams[where, :, slot] = products[:, which]
 
     # With rho: y = (change of grad f) + rho s.
-    gram, shift = pairs.gram[rows], rho.double().unsqueeze(2)
+    gram, shift = grams[at], rho[:, None, None]
     ss, sf, ff = gram[:, :memory, :memory], gram[:, :memory, memory:], gram[:, memory:, memory:]
     sy = sf + shift * ss
-    yy = ff + shift * (sf + sf.mT) + shift**2 * ss
-    sg = products[:, 2, :memory, None]
-    yg = products[:, 2, memory:, None] + shift * sg
+    yy = ff + shift * (sf.swapaxes(1, 2) + sy)
+    sg = products[:, 2, :memory]
+    yg = products[:, 2, memory:] + rho[:, None] * sg
 
     # Slots keep their places: R is triangular in the order of age, here only up to a permutation.
-    age = (torch.arange(memory, device=g.device) - stored.unsqueeze(1)) % memory  # (k', M), largest at the newest
-    diagonal = sy.diagonal(dim1=1, dim2=2)
-    valid = (age >= memory - stored.unsqueeze(1)) & (diagonal > 0)
+    age = (np.arange(memory) - stored[:, None]) % memory  # (k', M), largest at the newest
+    diagonal = np.einsum("kii->ki", sy)
+    valid = (age >= memory - stored[:, None]) & (diagonal > 0)
     older = valid[:, :, None] & valid[:, None, :] & (age[:, :, None] <= age[:, None, :])
-    R = torch.where(older, sy, 0) + torch.diag_embed((~valid).double())
-    last = newest.unsqueeze(1)
-    gamma = (diagonal / yy.diagonal(dim1=1, dim2=2)).gather(1, last)
-    gamma = torch.where(valid.gather(1, last) & gamma.isfinite(), gamma, scale.double()).unsqueeze(2)  # (k', 1, 1)
+    R = np.where(older, sy, 0)
+    np.einsum("kii->ki", R)[~valid] = 1
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gamma = diagonal[each_row, newest] / yy[each_row, newest, newest]
+    gamma = np.where(valid[each_row, newest] & np.isfinite(gamma), gamma, scale)
 
-    used = valid.unsqueeze(2)
-    factor, pivots = torch.linalg.lu_factor(R)
-    p = torch.linalg.lu_solve(factor, pivots, sg * used) * used
-    q = (diagonal.unsqueeze(2) * p + gamma * (yy @ p - yg)) * used
-    q = torch.linalg.lu_solve(factor, pivots, q, adjoint=True)
-    weights = torch.cat([gamma * shift * p - q, gamma * p], dim=1).squeeze(2)
-    return pairs.combine(rows, weights, -gamma.squeeze(2).to(g.dtype) * g)
+    p = np.where(valid, _solve(R, np.where(valid, sg, 0)), 0)
+    q = diagonal * p + gamma[:, None] * ((yy @ p[:, :, None])[:, :, 0] - yg)
+    q = _solve(R.swapaxes(1, 2), np.where(valid, q, 0))
+    step = gamma[:, None] * p
+    return np.concatenate([rho[:, None] * step - q, step], axis=1), gamma
+
+
+def _solve(matrices: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """Row by row; what is singular or not finite gives what is not finite, and the caller a gradient step."""
+    try:
+        return np.asarray(np.linalg.solve(matrices, vectors[:, :, None])[:, :, 0])
+    except np.linalg.LinAlgError:
+        return np.full_like(vectors, np.nan)
 
 
 def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True, eps: float = 0.0) -> LocalSolver:
