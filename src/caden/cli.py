@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from caden import bench as benchmarks
 from caden import check, cluster, data, log, schedules
 from caden.config import Experiment, experiment
 from caden.errors import CadenError, RunError, choose, positive, whole
@@ -447,6 +448,35 @@ def _check_methods(as_json: bool) -> None:
     print("|---|" + "---|" * len(check.SETTINGS))
     for name, row in found.items():
         print(f"| {name} | " + " | ".join(check.verdict(value) for value in row.values()) + " |")
+
+
+@app.command()
+def bench(
+    parts: Annotated[list[str] | None, typer.Argument(help=f"Any of {', '.join(benchmarks.PARTS)}; all.")] = None,
+    repeats: Annotated[int, typer.Option(help="How often each ratio is measured.")] = 5,
+    history: Annotated[Path, typer.Option(help="File that keeps all measurements.")] = Path("runs/bench.jsonl"),
+    as_json: Json = False,
+) -> None:
+    """Measure the speed of this library here, as ratios to the machine's limit and to what one would write instead."""
+    names = [choose("part", part, benchmarks.PARTS) for part in parts or benchmarks.PARTS]
+    whole("repeats", repeats, least=1)
+    found = []
+    for measure in benchmarks.run(names, repeats):
+        found.append(measure)
+        if not as_json:
+            print(f"{measure.name}: {measure.median:.3g}", file=sys.stderr)
+    last = benchmarks.remember(history, found)
+    if as_json:
+        print(json.dumps({m.name: {"ratios": m.ratios, "goal": m.goal, "met": m.met} for m in found}))
+        return
+    table = Table(title="speed as ratios", padding=0)
+    for column in ("ratio of times or sizes", "median", "least", "most", "goal", "last"):
+        table.add_column(column, justify="left" if column.startswith("ratio") else "right")
+    for m in found:
+        numbers = [f"{value:.3g}" for value in (m.median, min(m.ratios), max(m.ratios))]
+        before = f"{last[m.name]:.3g}" if m.name in last else ""
+        table.add_row(m.name, *numbers, f"{m.goal} {'met' if m.met else 'not met'}", before)
+    Console().print(table)
 
 
 @data_app.command("list")

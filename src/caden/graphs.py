@@ -236,6 +236,19 @@ def small_world(agents: int, k: int = 4, p: float = 0.1, seed: int = 0) -> Graph
     return from_networkx(nx.connected_watts_strogatz_graph(agents, k, p, tries=500, seed=seed), "small_world")
 
 
+def regular(agents: int, degree: int = 4, seed: int = 0) -> Graph:
+    """A random graph in which everyone has `degree` neighbours, connected."""
+    whole("agents", agents, least=2), whole("degree", degree, least=1)
+    if degree >= agents or agents * degree % 2 or (degree == 1 and agents > 2):
+        raise CadenError(f"There is no connected graph of {agents} agents with {degree} neighbours each.")
+    for attempt in range(100):
+        graph = nx.random_regular_graph(degree, agents, seed=seed + 1000 * attempt)
+        if nx.is_connected(graph):
+            return from_edges(graph.edges, agents, "regular")
+    raise CadenError(f"No connected graph of {agents} agents with {degree} neighbours each was found.")
+
+
 GRAPHS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (erdos_renyi, ring, path, star, complete, grid, torus, exponential, small_world, from_edges)
+    f.__name__: f
+    for f in (erdos_renyi, ring, path, star, complete, grid, torus, exponential, regular, small_world, from_edges)
 }

@@ -100,20 +100,12 @@ class RunDirectory:
         """A new directory with its configuration; an existing one is never touched."""
         if path.exists():
             raise CadenError(f"{path} exists already; choose another directory, or resume that run.")
-        packages = ("caden-opt", "torch", "numpy", "scipy", "networkx", "scikit-learn", "pandas", "safetensors")
-        about = {name: version(name) for name in packages}
-        about |= {
-            "python": platform.python_version(),
-            "machine": _processor(),
-            "cores": str(os.cpu_count()),
-            "seed": str(seed),
-        }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent))  # gets its name when it is complete
             if config:  # a run started from Python has no text that could make it again
                 (fresh / "config.toml").write_text(config)
-            (fresh / "versions.json").write_text(json.dumps(about, indent=1) + "\n")
+            (fresh / "versions.json").write_text(json.dumps(about() | {"seed": str(seed)}, indent=1) + "\n")
             fresh.chmod(0o755)
             fresh.rename(path)
         except OSError as error:
@@ -137,15 +129,15 @@ class RunDirectory:
         """What a run, complete or not, has left here."""
         try:
             config = self.path / "config.toml"
-            about = json.loads((self.path / "versions.json").read_text())
+            versions = json.loads((self.path / "versions.json").read_text())
             table = tomllib.loads(config.read_text()) if config.exists() else {}
             summary = json.loads(self.summary.read_text()) if self.summary.exists() else {}
-            if not isinstance(about, dict) or not isinstance(summary, dict):
+            if not isinstance(versions, dict) or not isinstance(summary, dict):
                 raise ValueError
         except (OSError, ValueError):
             raise CadenError(f"{self.path} is not a run directory, or a damaged one.") from None
         rows = self.read(2**62)
-        return Record(self.path, table, rows, summary or summarise(rows, table.get("target"), "unfinished"), about)
+        return Record(self.path, table, rows, summary or summarise(rows, table.get("target"), "unfinished"), versions)
 
     def keep(self, rows: list[Row]) -> None:
         """Rewrite the metrics with these rows only: what was recorded after the last checkpoint is done again."""
@@ -175,6 +167,13 @@ class RunDirectory:
             draw(figures({"": [result.history]}, result.target), self.path / "curves.png")
         self.summarise(result)
         checkpoint.save(self.weights, {"x": result.x, "mean": result.mean}, {"agents": len(result.x)})
+
+
+def about() -> dict[str, str]:
+    """Versions and machine."""
+    packages = ("caden-opt", "torch", "numpy", "scipy", "networkx", "scikit-learn", "pandas", "safetensors")
+    machine = {"python": platform.python_version(), "machine": _processor(), "cores": str(os.cpu_count())}
+    return {name: version(name) for name in packages} | machine
 
 
 def _processor() -> str:
