@@ -47,11 +47,14 @@ class Logistic:
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         share = self.share if rows is None else self.share[rows]
         margins, back = self._products(x, rows)
-        square = x * x
-        value = (share * softplus(-margins)).sum(1) + self.l2 / 2 * square.sum(1)
-        value += self.alpha * (square / (1 + square)).sum(1)
-        gradient = back(-share * torch.sigmoid(-margins)) + self.l2 * x
-        gradient += 2 * self.alpha * x / (1 + square) ** 2
+        value, gradient = (share * softplus(-margins)).sum(1), back(-share * torch.sigmoid(-margins))
+        if self.l2:
+            value += self.l2 / 2 * torch.linalg.vector_norm(x, dim=1) ** 2
+            gradient.add_(x, alpha=self.l2)
+        if self.alpha:
+            bounded = 1 / (1 + x * x)
+            value += self.alpha * (1 - bounded).sum(1)
+            gradient += 2 * self.alpha * x * bounded**2
         return value, gradient
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:

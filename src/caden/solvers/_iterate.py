@@ -62,6 +62,7 @@ class Trial(NamedTuple):
     value: Tensor  # (k',) of f
     gradient: Tensor  # (k', d) of f
     bend: Tensor  # (k', d) change of the gradient of f
+    length: Tensor  # (k',) |p|
     change: Tensor  # (k',) h(x + p) - h(x); not a number if value or gradient is not finite
     curvature: Tensor  # (k',) |bend| / |p|; 0 if that is not finite
 
@@ -110,7 +111,7 @@ class Iterate:
         bent = norm(bend)
         change = value - pick(self.value, rows) + dot(pick(self.slope, rows), p)
         change += pick(self.rho, rows).squeeze(1) * length**2 / 2 + 0 * bent
-        return Trial(point, value, gradient, bend, change, (bent / length).nan_to_num(0, 0))
+        return Trial(point, value, gradient, bend, length, change, (bent / length).nan_to_num(0, 0))
 
     def move(self, rows: Tensor | None, trial: Trial, p: Tensor) -> None:
         """Go to the point that was looked at, and remember the largest curvature met."""

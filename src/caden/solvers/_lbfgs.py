@@ -25,7 +25,7 @@ from torch import Tensor
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, choose, number, whole
 from caden.parallel import each
-from caden.solvers._iterate import WIDE, Iterate, Memory, dot, index, norm, pick, start
+from caden.solvers._iterate import WIDE, Iterate, Memory, Trial, dot, index, norm, pick, start
 
 _ARMIJO = 1e-4
 _TRIALS = 3  # the direction, a shortened one, a safe gradient step
@@ -42,41 +42,50 @@ class Pairs(NamedTuple):
     def memory(self) -> int:
         return self.vectors.shape[1] // 2
 
-    def write(self, rows: Tensor, s: Tensor, y: Tensor) -> None:
-        """Store a pair for each of the rows."""
-        slot = self.stored[rows] % self.memory
+    def place(self, rows: Tensor | None, ahead: int) -> tuple[Any, Any]:
+        """Rows and their slots for indexing; a slice and one number if all rows have stored alike, which is faster."""
+        stored = self.stored.numpy()
+        if rows is None and (stored == stored[0]).all():
+            return slice(None), int(stored[0] + ahead) % self.memory
+        at = np.arange(len(stored)) if rows is None else rows.numpy(force=True)
+        return at, (stored[at] + ahead) % self.memory
+
+    def write(self, rows: Tensor | None, s: Tensor, y: Tensor) -> None:
+        """Store a pair for each of the rows (all of them for None)."""
+        at, slot = self.place(rows, 0)
         if s.shape[1] < WIDE:
-            self.vectors[rows, slot], self.vectors[rows, self.memory + slot] = s, y
+            self.vectors[at, slot], self.vectors[at, self.memory + slot] = s, y
         else:
-            for a, (i, j) in enumerate(zip(rows.tolist(), slot.tolist())):
+            for a, (i, j) in enumerate(self._listed(at, slot)):
                 self.vectors[i, j], self.vectors[i, self.memory + j] = s[a], y[a]
-        self.stored[rows] += 1
+        self.stored[at] += 1
 
-    def _of(self, rows: Tensor) -> Tensor:
-        return self.vectors if len(rows) == len(self.vectors) else self.vectors[rows]
+    def _listed(self, at: Any, slot: Any) -> list[tuple[int, int]]:
+        count = len(self.vectors)
+        return [(i, slot) for i in range(count)] if isinstance(at, slice) else list(zip(at.tolist(), slot.tolist()))
 
-    def inner(self, rows: Tensor, g: Tensor) -> Tensor:
+    def inner(self, rows: Tensor | None, g: Tensor) -> Tensor:
         """(k', 3, 2M) inner products of the newest s, the newest y and g with all stored vectors, in float64."""
-        newest = (self.stored[rows] - 1) % self.memory
+        at, newest = self.place(rows, -1)
         if g.shape[1] < WIDE:
-            fresh = torch.stack([self.vectors[rows, newest], self.vectors[rows, self.memory + newest], g], dim=1)
-            return torch.bmm(fresh, self._of(rows).mT).double()
-        out = g.new_empty(len(g), 3, 2 * self.memory)
-        at, slots = rows.tolist(), newest.tolist()
+            fresh = torch.stack([self.vectors[at, newest], self.vectors[at, self.memory + newest], g], dim=1)
+            return torch.bmm(fresh, pick(self.vectors, rows).mT).double()
+        out, listed = g.new_empty(len(g), 3, 2 * self.memory), self._listed(at, newest)
 
         def one(a: int) -> None:
-            mine = self.vectors[at[a]]
-            torch.mm(torch.stack([mine[slots[a]], mine[self.memory + slots[a]], g[a]]), mine.mT, out=out[a])
+            i, j = listed[a]
+            mine = self.vectors[i]
+            torch.mm(torch.stack([mine[j], mine[self.memory + j], g[a]]), mine.mT, out=out[a])
 
-        each(one, range(len(at)))
+        each(one, range(len(listed)))
         return out.double()
 
-    def combine(self, rows: Tensor, weights: Tensor, base: Tensor) -> Tensor:
+    def combine(self, rows: Tensor | None, weights: Tensor, base: Tensor) -> Tensor:
         """base + sum_l weights_l vector_l, in place: (k', 2M), (k', d) -> (k', d)."""
         weights = weights.to(base.dtype).unsqueeze(1)
         if base.shape[1] < WIDE:
-            return base.unsqueeze(1).baddbmm_(weights, self._of(rows)).squeeze(1)
-        at = rows.tolist()
+            return base.unsqueeze(1).baddbmm_(weights, pick(self.vectors, rows)).squeeze(1)
+        at = list(range(len(base))) if rows is None else rows.tolist()
 
         def one(a: int) -> None:
             base[a : a + 1].addmm_(weights[a], self.vectors[at[a]])
@@ -103,30 +112,26 @@ def no_pairs(like: Tensor, memory: int) -> Pairs:
     return Pairs(like.new_zeros(k, 2 * memory, d), gram, torch.zeros(k, dtype=torch.int64))
 
 
-def direction(pairs: Pairs, rows: Tensor, g: Tensor, rho: Tensor, scale: Tensor) -> Tensor:
+def direction(pairs: Pairs, rows: Tensor | None, g: Tensor, rho: Tensor, scale: Tensor) -> Tensor:
     """-H g for the given rows; -scale g where nothing is stored. Completes the Gram matrix with the newest pair."""
-    memory, stored = pairs.memory, pairs.stored.numpy()
-    if memory == 0 or not stored.any():
+    if pairs.memory == 0 or not pairs.stored.numpy().any():
         return -scale * g
-    at = slice(None) if len(rows) == len(stored) else rows.numpy(force=True)
     products = pairs.inner(rows, g).numpy(force=True)
-    weights, gamma = _coefficients(
-        pairs.gram.numpy(), at, stored[at], products, *(v.double().numpy(force=True)[:, 0] for v in (rho, scale))
-    )
+    weights, gamma = _coefficients(pairs, rows, products, *(v.double().numpy(force=True)[:, 0] for v in (rho, scale)))
     base = torch.from_numpy(-gamma).to(g).unsqueeze(1) * g
     return pairs.combine(rows, torch.from_numpy(weights).to(g.device), base)
 
 
 def _coefficients(
-    grams: np.ndarray, at: Any, stored: np.ndarray, products: np.ndarray, rho: np.ndarray, scale: np.ndarray
+    pairs: Pairs, rows: Tensor | None, products: np.ndarray, rho: np.ndarray, scale: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The (k', 2M) weights of the stored vectors in -H g, and gamma (k',). Small algebra, for which torch is slow."""
-    each_row, memory = np.arange(len(stored)), grams.shape[1] // 2
-    newest = (stored - 1) % memory
-    where = each_row if isinstance(at, slice) else at
+    (at, newest), memory = pairs.place(rows, -1), pairs.memory
+    grams, stored = pairs.gram.numpy(), pairs.stored.numpy()[at]
+    here = at if isinstance(at, slice) else np.arange(len(at))
     for which, slot in enumerate((newest, memory + newest)):
-        grams[where, slot] = products[:, which]
-        grams[where, :, slot] = products[:, which]
+        grams[at, slot] = products[:, which]
+        grams[at, :, slot] = products[:, which]
 
     # With rho: y = (change of grad f) + rho s.
     gram, shift = grams[at], rho[:, None, None]
@@ -137,17 +142,17 @@ def _coefficients(
     yg = products[:, 2, memory:] + rho[:, None] * sg
 
     # Slots keep their places: R is triangular in the order of age, here only up to a permutation.
-    age = (np.arange(memory) - stored[:, None]) % memory  # (k', M), largest at the newest
-    diagonal = np.einsum("kii->ki", sy)
-    valid = (age >= memory - stored[:, None]) & (diagonal > 0)
-    older = valid[:, :, None] & valid[:, None, :] & (age[:, :, None] <= age[:, None, :])
-    R = np.where(older, sy, 0)
-    np.einsum("kii->ki", R)[~valid] = 1
+    count = stored[:1, None] if isinstance(at, slice) else stored[:, None]
+    age = (np.arange(memory) - count) % memory  # (k', M) or (1, M), largest at the newest
+    diagonal = sy.diagonal(axis1=1, axis2=2)
+    valid = (age >= memory - count) & (diagonal > 0)
+    R = np.where((age[:, :, None] <= age[:, None, :]) & valid[:, :, None] & valid[:, None, :], sy, 0)
+    R[:, np.arange(memory), np.arange(memory)] = np.where(valid, diagonal, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        gamma = diagonal[each_row, newest] / yy[each_row, newest, newest]
-    gamma = np.where(valid[each_row, newest] & np.isfinite(gamma), gamma, scale)
+        gamma = diagonal[here, newest] / yy[here, newest, newest]
+    gamma = np.where(valid[here, newest] & np.isfinite(gamma), gamma, scale)
 
-    p = np.where(valid, _solve(R, np.where(valid, sg, 0)), 0)
+    p = _solve(R, np.where(valid, sg, 0))
     q = diagonal * p + gamma[:, None] * ((yy @ p[:, :, None])[:, :, 0] - yg)
     q = _solve(R.swapaxes(1, 2), np.where(valid, q, 0))
     step = gamma[:, None] * p
@@ -193,24 +198,25 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True, 
         pairs = Pairs(*state[3:]) if carry else no_pairs(x, min(memory, max(steps - 1, 0)))
         rejected = fallbacks = 0
         stalled: set[int] = set()
+        everyone, common = torch.arange(len(x), device=x.device), int(work.min())
         for iteration in range(steps):
             g = now.full_gradient(None)
-            live = (work > iteration) & (norm(g) != 0)
-            if not bool(live.any()):
-                break
+            live = norm(g) != 0 if iteration < common else (work > iteration) & (norm(g) != 0)
             rows = index(live)  # None: all of them
-            at = live.nonzero().flatten()
+            at = everyone if rows is None else rows
+            if len(at) == 0:
+                break
             g = pick(g, rows)
             shift = pick(now.rho, rows) + eps
             scale = 1 / shift if eps > 0 else now.safe_scale(rows, g)
-            p = direction(pairs, at, g, shift, scale)
+            p = direction(pairs, rows, g, shift, scale)
             slope = dot(g, p)  # (k',) derivative of h along p
             lost = ~(slope < 0)
             if bool(lost.any()):  # not a descent direction, or not a number
                 fallbacks += int(lost.sum())
                 p = torch.where(lost.unsqueeze(1), -scale * g, p)
                 slope = torch.where(lost, dot(g, p), slope)
-                pairs.stored[at[lost]] = 0
+                pairs.stored[at[lost].cpu()] = 0
 
             worst = torch.zeros_like(slope)  # curvature met by rejected trials
             for trial in range(_TRIALS):
@@ -219,10 +225,10 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True, 
                 bound = torch.inf if line_search == "none" else (slack if trial == 2 else _ARMIJO * slope + slack)
                 good = seen.change.isfinite() & (seen.change <= bound)
                 if bool(good.all()):
-                    _store(pairs, now, at, p, seen.bend)
+                    _store(pairs, now, rows, p, seen)
                     now.move(rows, seen, p)
                     break
-                _store(pairs, now, at[good], p[good], seen.bend[good])
+                _store(pairs, now, at[good], p[good], seen.keep(good))
                 now.move(at[good], seen.keep(good), p[good])
                 rows = at = at[~good]
                 worst = torch.maximum(worst, seen.curvature)[~good]
@@ -237,7 +243,7 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True, 
                     p, slope = p * shorter.unsqueeze(1), slope * shorter
                 else:
                     fallbacks += len(at)
-                    pairs.stored[at] = 0
+                    pairs.stored[at.cpu()] = 0
                     known = now.rho[at] + torch.maximum(worst, now.curvature[at]).unsqueeze(1)
                     p = -torch.minimum(1 / known, (0.1 * norm(p) / norm(g)).unsqueeze(1)) * g
         if stalled:  # the caution learnt there belongs to this solve
@@ -249,13 +255,14 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True, 
     return LocalSolver(init, solve, "lbfgs")
 
 
-def _store(pairs: Pairs, now: Iterate, rows: Tensor, s: Tensor, y: Tensor) -> None:
+def _store(pairs: Pairs, now: Iterate, rows: Tensor | None, p: Tensor, seen: Trial) -> None:
     """Write the pairs of an accepted step, where the subproblem curved upwards enough along it."""
-    if pairs.memory == 0 or len(rows) == 0:
+    if pairs.memory == 0 or len(p) == 0:
         return
-    rho, square = now.rho[rows].squeeze(1), norm(s) ** 2
-    guard = 1e-6 * (rho + now.curvature[rows]) * square
-    convex = dot(s, y) + rho * square > guard
-    if not bool(convex.all()):
-        rows, s, y = rows[convex], s[convex], y[convex]
-    pairs.write(rows, s, y)
+    rho, square = pick(now.rho, rows).squeeze(1), seen.length**2
+    convex = dot(p, seen.bend) + rho * square > 1e-6 * (rho + pick(now.curvature, rows)) * square
+    if bool(convex.all()):
+        pairs.write(rows, p, seen.bend)
+    else:
+        some = convex.nonzero().flatten()
+        pairs.write(some if rows is None else rows[some], p[some], seen.bend[some])
