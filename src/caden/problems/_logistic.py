@@ -52,8 +52,9 @@ class Logistic:
             value += self.l2 / 2 * torch.linalg.vector_norm(x, dim=1) ** 2
             gradient.add_(x, alpha=self.l2)
         if self.alpha:
-            bounded = 1 / (1 + x * x)
-            value += self.alpha * (1 - bounded).sum(1)
+            square = x * x
+            bounded = 1 / (1 + square)
+            value += self.alpha * (square * bounded).sum(1)
             gradient += 2 * self.alpha * x * bounded**2
         return value, gradient
 
