@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 import caden
 from caden import checkpoint
 from caden.cli import app
-from caden.errors import CadenError
+from caden.errors import CadenError, Interrupted
 from caden.peers import Fleet, _link, certify, replay, take_part
+from caden.peers._network import Free
+from caden.schedules import Draw
 from peers import QUADRATIC, as_process, as_threads, fleet_file
 
 pytest.importorskip("zenoh")
@@ -49,7 +51,7 @@ LOCKSTEP = {
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 @pytest.mark.parametrize("method", LOCKSTEP)
 def test_lockstep_peers_end_in_the_bits_of_the_simulator(tmp_path, method, participation):
-    config = fleet_file(tmp_path, method=LOCKSTEP[method], participation=participation)
+    config = fleet_file(tmp_path, method=LOCKSTEP[method], participation=participation, rounds=7)
     result = simulated(config)
     found = as_threads(config, tmp_path)
     for agent in range(6):
@@ -57,6 +59,7 @@ def test_lockstep_peers_end_in_the_bits_of_the_simulator(tmp_path, method, parti
         assert found[agent].rows[-1]["communications"] == result.rows[-1]["communications"]
 
 
+@pytest.mark.slow
 def test_lockstep_ends_when_all_changes_are_small(tmp_path):
     config = fleet_file(tmp_path, method=LOCKSTEP["caden"], rounds=400, tolerance=1e-4)
     found = as_threads(config, tmp_path)
@@ -87,7 +90,7 @@ FREE = {
 }
 
 
-@pytest.mark.parametrize("method", [FREE["method"], {"name": "lt_admm"}])
+@pytest.mark.parametrize("method", [FREE["method"], pytest.param({"name": "lt_admm"}, marks=pytest.mark.slow)])
 def test_free_peers_agree_on_the_minimiser_and_replay_to_the_bit(tmp_path, method):
     config = fleet_file(tmp_path, mode="free", **{**FREE, "method": method}, fleet={"seconds": 60.0})
     found = as_threads(config, tmp_path)
@@ -98,6 +101,7 @@ def test_free_peers_agree_on_the_minimiser_and_replay_to_the_bit(tmp_path, metho
     assert all(again.same for again in replay(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_replay_notices_a_log_that_was_changed(tmp_path):
     config = fleet_file(tmp_path, mode="free", rounds=15)
     as_threads(config, tmp_path)
@@ -150,6 +154,7 @@ def test_peers_that_are_killed_restarted_and_frozen_still_reach_the_minimiser(tm
     assert all(again.same for again in replay(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_fleet_goes_on_to_the_minimiser_of_those_who_remain_and_of_those_who_join(tmp_path):
     """Agent 5 comes late; agent 0 leaves for good: the rest end at the minimiser of the sum without it."""
     graph = {"name": "complete"}
@@ -173,8 +178,9 @@ def test_the_fleet_goes_on_to_the_minimiser_of_those_who_remain_and_of_those_who
     assert float((rest - problem.solution).norm()) > 1e-2  # and that is another point
 
 
+@pytest.mark.slow
 def test_a_killed_lockstep_peer_comes_back_and_all_end_in_the_same_bits(tmp_path):
-    config = fleet_file(tmp_path, method=LOCKSTEP["gt"], participation=0.5, rounds=300)
+    config = fleet_file(tmp_path, method=LOCKSTEP["gt"], participation=0.5, rounds=120)
     crew = {agent: as_process(config, agent, tmp_path) for agent in range(6)}
     try:
         log = tmp_path / "agent-3" / "metrics.csv"
@@ -193,6 +199,101 @@ def test_a_killed_lockstep_peer_comes_back_and_all_end_in_the_same_bits(tmp_path
         for process in crew.values():
             process.kill()
     assert torch.equal(models(tmp_path, 6), simulated(config).x)
+
+
+@pytest.mark.slow
+def test_lockstep_peers_that_are_stopped_and_restarted_still_agree_on_the_end(tmp_path):
+    """Wherever a stop finds them, also between a round and the agreement after it."""
+    config = fleet_file(tmp_path, method=LOCKSTEP["gt"], rounds=400, participation=0.5, tolerance=1e-2)
+    found = {}
+    stops = {agent: threading.Event() for agent in range(6)}
+    fleet = threading.Thread(target=lambda: found.update(as_threads(config, tmp_path, [0, 1, 2, 4, 5], stops)))
+    fleet.start()
+    for pause in (0.7, 0.4, 0.55):
+        stops[3] = threading.Event()
+        timer = threading.Timer(pause, stops[3].set)
+        timer.start()
+        again = as_threads(config, tmp_path, [3], stops)[3]
+        assert isinstance(again, Interrupted), again
+    stops[3] = threading.Event()
+    found |= as_threads(config, tmp_path, [3], stops)
+    fleet.join(120)
+    assert {r.stopped for r in found.values()} == {"tolerance"}, found
+    whole = fleet_file(tmp_path, method=LOCKSTEP["gt"], rounds=found[0].rows[-1]["round"], participation=0.5)
+    assert torch.equal(models(tmp_path, 6), simulated(whole).x)
+
+
+def test_in_lockstep_the_time_is_up_for_all_at_once(tmp_path):
+    config = fleet_file(tmp_path, method=LOCKSTEP["caden"], rounds=100_000, fleet={"seconds": 1.5})
+    found = as_threads(config, tmp_path)
+    assert {r.stopped for r in found.values()} == {"seconds"}, found
+    assert len({r.rows[-1]["round"] for r in found.values()}) == 1
+
+
+@pytest.mark.slow
+def test_a_peer_that_comes_back_after_the_others_have_finished_keeps_what_it_had(tmp_path):
+    """Its neighbours are gone but counted: it does not minimise its own function alone."""
+    config = fleet_file(tmp_path, mode="free", **FREE, fleet={"forget": 20.0})
+    stops = {agent: threading.Event() for agent in range(6)}
+    threading.Timer(4.0, stops[2].set).start()
+    slow = config.model_copy(update={"tolerance": None, "rounds": 10**6})
+    rest = [threading.Timer(6.0, stops[agent].set) for agent in (0, 1, 3, 4, 5)]
+    for timer in rest:
+        timer.start()
+    found = as_threads(slow, tmp_path, stops=stops)
+    assert all(isinstance(error, Interrupted) for error in found.values()), found
+    alone = slow.model_copy(update={"fleet": {**slow.fleet}})
+    stops[2] = threading.Event()
+    threading.Timer(3.0, stops[2].set).start()
+    as_threads(alone, tmp_path, [2], stops)
+    x = checkpoint.load(tmp_path / "agent-2" / "checkpoint.safetensors")[0]["state.x"]
+    assert float((x[0] - config.build()[1].solution).norm()) < 1e-3
+    assert all(again.same for again in replay(tmp_path))
+
+
+def test_large_rows_get_through_although_newer_ones_appear_meanwhile(tmp_path):
+    config = fleet_file(tmp_path, "free")
+    zero, one = (link_of(config, agent, dim=2_500_000) for agent in (0, 1))
+    try:
+        row = torch.ones(2_500_000, dtype=torch.float64)
+        for version in range(150):
+            one.publish(version, {0: row * version, 2: row})
+            if 1 in zero.read(0):
+                break
+            time.sleep(0.02)
+        assert until(lambda: 1 in zero.read(0), 5)
+        version, got = zero.read(0)[1]
+        assert torch.equal(got, row * version)
+    finally:
+        zero.close(), one.close()
+
+
+def test_starting_points_are_not_taken_for_messages(tmp_path):
+    """A late joiner's version 0 is its start; what others say later is not theirs."""
+    graph, problem = caden.graphs.ring(6), caden.problems.quadratic(agents=6, dim=4)
+    everyone, work = torch.ones(6, dtype=torch.bool), torch.ones(6, dtype=torch.int64)
+
+    class Fixed:
+        def __init__(self, version):
+            self.version = version
+
+        def members(self, step):
+            return {1}
+
+        def read(self, step):
+            return {1: (self.version, torch.ones(4, dtype=torch.float64))}
+
+        def publish(self, version, rows):
+            pass
+
+    for version, index in ((0, 3), (7, -1)):
+        network = Free(graph, problem.take([0]), Draw(0, 6), 0, Fixed(version))
+        context = network.round(index, everyone, work, problem)
+        if index < 0:
+            context.broadcast(torch.zeros(1, 4, dtype=torch.float64))
+        else:
+            assert not context.exchange(torch.zeros(4, 4, dtype=torch.float64))[1].any()
+        assert network.fresh == {}
 
 
 def test_wire_bytes_are_what_the_method_needs(tmp_path):
@@ -216,9 +317,6 @@ def test_a_clipped_message_moves_no_further_than_allowed():
 
         def publish(self, version, rows):
             pass
-
-    from caden.peers._network import Free
-    from caden.schedules import Draw
 
     problem, graph = caden.problems.quadratic(agents=6, dim=4), caden.graphs.ring(6)
     network = Free(graph, problem.take([0]), Draw(0, 6), 0, Silent(), clip=2.0)
@@ -396,10 +494,18 @@ def test_fleet_files_are_checked_in_one_line(tmp_path):
         ({"endpoints": ["udp/1:2"] * 6}, "tcp/HOST:PORT"),
         ({"endpoints": ["tls/h:2"] * 6}, "certificates"),
         ({"endpoints": ["tcp/h:2"]}, "1 entries for 6"),
+        ({"calm": 0}, "calm"),
+        ({"name": ".."}, "plain word"),
     ):
         config = fleet_file(tmp_path, fleet=wrong)
         with pytest.raises(CadenError, match=said):
             take_part(config, 0, tmp_path / "x")
+    for top in ({"rounds": -1}, {"record_every": 0}, {"tolerance": -1.0}):
+        with pytest.raises(CadenError, match=next(iter(top))):
+            Fleet.of(fleet_file(tmp_path, **top))
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(CadenError, match="another fleet file"):
+        take_part(fleet_file(tmp_path), 0, tmp_path / "taken")
     with pytest.raises(CadenError, match="lockstep"):
         Fleet.of(fleet_file(tmp_path, "free", participation=0.5))
     with pytest.raises(CadenError, match="not for us"):
@@ -408,6 +514,7 @@ def test_fleet_files_are_checked_in_one_line(tmp_path):
         take_part(fleet_file(tmp_path), 6, tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_init_writes_a_fleet_that_runs_and_can_be_simulated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = runner.invoke(app, ["fleet", "init", "--agents", "3", "--lockstep", "--tls"])
@@ -462,6 +569,7 @@ def namespaces():
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
 
 
+@pytest.mark.slow
 def test_peers_with_addresses_of_their_own_survive_a_cut_cable(tmp_path, namespaces):
     problem = {**STRONG, "agents": 3}
     endpoints = [f"tcp/10.77.{i}.{i}:7447" for i in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import signal
 import subprocess
@@ -49,10 +50,7 @@ def peer(
 ) -> None:
     """Be one agent of a fleet; after a crash the same command goes on."""
     config = experiment(file)
-    fleet = Fleet.of(config)
-    if fleet.certificates:
-        config.fleet = {**config.fleet, "certificates": str(file.parent / fleet.certificates)}
-    stop = threading.Event()
+    fleet, stop = Fleet.of(config), threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     console = Console(stderr=True)
@@ -66,7 +64,7 @@ def peer(
             said = time.monotonic()
             console.print(_line(status), highlight=False)
 
-    result = take_part(config, agent, (out or Path("runs") / fleet.name) / f"agent-{agent}", stop, show)
+    result = take_part(config, agent, (out or Path("runs") / fleet.name) / f"agent-{agent}", stop, show, file.parent)
     if not as_json:
         Console().print(f"agent {agent}: {result.stopped} after {result.rows[-1]['round']} rounds; {result.directory}")
 
@@ -88,10 +86,17 @@ def init(
     hosts: Annotated[str, typer.Option(help="Where the agents are, separated by commas.")] = "127.0.0.1",
 ) -> None:
     """Write the file of a fleet: the digits, relaxed ADMM with L-BFGS, everyone on this machine."""
-    if file.exists():
-        raise CadenError(f"{file} exists already.")
+    folder = file.parent / f"{file.stem}-certificates"
+    for path in (file, folder) if tls else (file,):
+        if path.exists():
+            raise CadenError(f"{path} exists already.")
+    if not file.parent.is_dir():
+        raise CadenError(f"There is no folder {file.parent}.")
     whole("agents", agents, least=2)
     names = [host.strip() for host in hosts.split(",")]
+    for host in names:
+        if not re.fullmatch(r"[A-Za-z0-9.:_-]+", host):
+            raise CadenError(f"`--hosts` takes names or addresses, got {host!r}.")
     if len(names) not in (1, agents):
         raise CadenError(f"`--hosts` must name one host or one for each of the {agents} agents, got {len(names)}.")
     names = names * agents if len(names) == 1 else names
@@ -108,7 +113,6 @@ def init(
             "endpoints": [f"{'tls' if tls else 'tcp'}/{host}:{port}" for host, port in zip(names, ports)],
         },
     }
-    folder = file.parent / f"{file.stem}-certificates"
     if tls:
         table["fleet"]["certificates"] = folder.name
     scratch = file.with_suffix(".tmp")
@@ -143,15 +147,15 @@ def run_fleet(file: FleetFile, out: Out = None) -> None:
     readers = [threading.Thread(target=listen, args=(i,), daemon=True) for i in agents]
     for reader in readers:
         reader.start()
-    console = Console()
+    console, stop = Console(), threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
     try:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
-            while any(member.poll() is None for member in crew):
+            while any(member.poll() is None for member in crew) and not stop.is_set():
                 if console.is_terminal:
                     live.update(_table(fleet.name, states, crew))
-                time.sleep(0.1)
-    except KeyboardInterrupt:
-        console.print("ending ...")  # the peers got it too
+                stop.wait(0.1)
     finally:
         end = time.monotonic() + 20
         for member in crew:

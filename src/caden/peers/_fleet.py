@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from caden.config import Experiment
-from caden.errors import CadenError, choose, positive
+from caden.errors import CadenError, choose, positive, whole
 from caden.graphs import Graph
 
 MODES = ("free", "lockstep")
@@ -31,7 +32,7 @@ class Fleet(BaseModel):
     patience: float = (
         60.0  # lockstep: a neighbour that is silent for so long ends the run; also: longest stay at the end
     )
-    seconds: float | None = None  # time limit of a run
+    seconds: float | None = None  # time limit of a run; in lockstep all end in the same round
     calm: int = 20  # free: sweeps over all neighbours with changes below `tolerance`, before an agent counts as done
     clip: float | None = None  # free: longest change, in Euclidean norm, that a neighbour's message may make
 
@@ -49,8 +50,12 @@ class Fleet(BaseModel):
         for key in ("pace", "forget", "patience", "seconds", "clip"):
             if getattr(found, key) is not None:
                 positive(f"fleet.{key}", getattr(found, key))
-        if not found.name or set(found.name) & set("/*$?# "):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", found.name):
             raise CadenError(f"`fleet.name` must be a plain word, got {found.name!r}.")
+        whole("fleet.calm", found.calm, least=1), whole("rounds", config.rounds)
+        whole("record_every", config.record_every, least=1)
+        if config.tolerance is not None:
+            positive("tolerance", config.tolerance)
         if found.mode == "free" and config.participation != 1.0:
             raise CadenError("Free-running peers sleep when they like: `participation` belongs to lockstep.")
         if config.messages or config.links != 1.0:
@@ -64,10 +69,10 @@ class Fleet(BaseModel):
         if not 0 <= agent < graph.agents:
             raise CadenError(f"`--agent` must lie in 0..{graph.agents - 1}, got {agent}.")
         for endpoint in self.endpoints:
-            if not endpoint.startswith(("tcp/", "tls/")):
+            if not re.fullmatch(r"(tcp|tls)/[^\s/]+:\d{1,5}", endpoint):
                 raise CadenError(f"`fleet.endpoints` takes tcp/HOST:PORT or tls/HOST:PORT, got {endpoint!r}.")
-            if endpoint.startswith("tls/") and not self.certificates:
-                raise CadenError("Endpoints with tls/ need `fleet.certificates`.")
+            if endpoint.startswith("tls/") != bool(self.certificates):
+                raise CadenError("Endpoints with tls/ and `fleet.certificates` belong together.")
         return [agent]
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from caden.errors import CadenError, RunError
+from caden.errors import CadenError, Interrupted, RunError
 from caden.graphs import Graph
 from caden.peers._fleet import Fleet
 from caden.peers._network import LANES
@@ -39,7 +39,7 @@ _ROW = struct.Struct("<4sBxHqQQI8s")  # magic, dtype, sender, version, bytes of 
 _NOTE = struct.Struct("<4sHHqq8s")  # magic, sender, agents, newest version, rounds done, checksum
 _ENTRY = struct.Struct("<qIB")  # an agent's version, how long it has been calm, flags
 _DTYPES = {torch.float32: 0, torch.float64: 1}
-FINISHED, GONE, AGREED = 1, 2, 4
+FINISHED, AGREED = 1, 2
 
 
 class Entry(NamedTuple):
@@ -114,18 +114,30 @@ def check_row(
 class ZenohLink:
     """A peer's connection to its neighbours."""
 
-    def __init__(self, fleet: Fleet, graph: Graph, agent: int, like: Tensor, folder: Path | None = None):
+    def __init__(
+        self,
+        fleet: Fleet,
+        graph: Graph,
+        agent: int,
+        like: Tensor,
+        home: Path = Path(),
+        folder: Path | None = None,
+        stop: threading.Event | None = None,
+    ):
         try:
             import zenoh
         except ImportError:
             raise CadenError('Peers need the extra "peers": pip install "caden-opt[peers]".') from None
         if like.dtype not in _DTYPES or like.device.type != "cpu":
             raise CadenError("Peers send float32 or float64 from the CPU.")
-        self._fleet, self._graph, self._agent, self._like, self._folder = fleet, graph, agent, like, folder
+        self._fleet, self._graph, self._agent, self._like = fleet, graph, agent, like
+        self._home, self._folder, self._stop = home, folder, stop or threading.Event()
         self.neighbours = graph.neighbours(agent)
         self._free = fleet.mode == "free"
         self._changed = threading.Condition()
+        self._speaking = threading.Lock()  # notices leave in the order in which they were true
         self._out: dict[int, dict[int, Tensor]] = {}  # version -> neighbour -> row
+        self._pinned: dict[int, tuple[int, Tensor]] = {}  # what a neighbour is fetching piece by piece
         self._mail: dict[int, tuple[int, Tensor]] = {}
         self._newest = dict.fromkeys(self.neighbours, -1)
         self._done = dict.fromkeys(self.neighbours, -1)  # rounds that they have done; -1: not even the start
@@ -136,6 +148,8 @@ class ZenohLink:
         self.wire_bytes, self.rounds, self.slowest = 0, -1, 0.0
         self._news, self._seen, self._closing = 0, 0, threading.Event()
         self._began = time.monotonic()
+        self._grew = [self._began] * graph.agents  # when an agent's step was last seen to grow
+        self._trusted: set[int] = set()  # neighbours that counted before a restart
         self._zenoh: Any = zenoh
         try:
             self._session: Any = zenoh.open(self._config())
@@ -180,7 +194,7 @@ class ZenohLink:
             "transport/link/rx/max_message_size": 4 * CHUNK,
         }
         if fleet.certificates:
-            folder = Path(fleet.certificates)
+            folder = self._home / fleet.certificates
             files = {n: folder / n for n in ("ca.pem", f"agent-{me}.pem", f"agent-{me}.key")}
             for file in files.values():
                 if not file.exists():
@@ -241,10 +255,16 @@ class ZenohLink:
             self._heard[neighbour] = time.monotonic()
             self._newest[neighbour] = max(newest, self._newest[neighbour])
             self._done[neighbour] = max(rounds, self._done[neighbour])
-            own = self.table[self._agent]
-            self.table = [ours.merge(theirs) for ours, theirs in zip(self.table, table)]
-            self.table[self._agent] = own  # nobody knows that better
+            self._merge(table)
             self._changed.notify_all()
+
+    def _merge(self, table: list[Entry]) -> None:
+        now = time.monotonic()
+        for agent, (ours, theirs) in enumerate(zip(self.table, table)):
+            if agent != self._agent:  # of ourselves nobody knows more
+                self.table[agent] = ours.merge(theirs)
+                if theirs.version > ours.version:
+                    self._grew[agent] = now
 
     def _fetch(self, neighbour: int, version: int, like: Tensor) -> tuple[int, Tensor] | None:
         """A row of the neighbour, the newest for -1; None if it cannot be had now."""
@@ -319,25 +339,31 @@ class ZenohLink:
             with self._changed:
                 if version < 0:
                     version = max((v for v, rows in self._out.items() if neighbour in rows), default=-1)
+                    if version >= 0:
+                        self._pinned[neighbour] = (version, self._out[version][neighbour])
                 row = self._out.get(version, {}).get(neighbour)
+                if row is None and version >= 0 and self._pinned.get(neighbour, (-1,))[0] == version:
+                    row = self._pinned[neighbour][1]
             if row is None or not 0 <= offset < row.numel() * row.element_size():
                 query.drop()
                 continue
             data = _bytes(row)
             piece = bytes(data[offset : offset + CHUNK])
             header = pack_row(self._agent, version, row.dtype, len(data), offset, piece)
-            self.wire_bytes += len(piece) + len(header)
+            with self._changed:
+                self.wire_bytes += len(piece) + len(header)
             with suppress(self._zenoh.ZError):
                 query.reply(query.key_expr, piece, attachment=header)
             query.drop()
 
     def _announce(self) -> None:
-        with self._changed:
-            newest = max(self._out, default=-1)
-            note = pack_note(self._agent, newest, self.rounds, self.table)
-        self.wire_bytes += len(note) * len(self.neighbours)
-        with suppress(self._zenoh.ZError):
-            self._publisher.put(note)
+        with self._speaking:
+            with self._changed:
+                newest = max(self._out, default=-1)
+                note = pack_note(self._agent, newest, self.rounds, self.table)
+                self.wire_bytes += len(note) * len(self.neighbours)
+            with suppress(self._zenoh.ZError):
+                self._publisher.put(note)
 
     def _beat(self) -> None:
         while not self._closing.wait(BEAT):
@@ -351,21 +377,25 @@ class ZenohLink:
             copies[j] = row.detach().clone() if same is None else same
         with self._changed:
             self._out[version] = copies
-            oldest = version - 1 if self._free else (version // LANES - 1) * LANES
+            # A neighbour is at most a round behind, and may have to do again a round that it did.
+            oldest = version - 1 if self._free else (version // LANES - 2) * LANES
             for old in [v for v in self._out if v < oldest]:
                 del self._out[old]
         self._announce()
         self.slowest = max(self.slowest, time.monotonic() - began)
 
-    def outbox(self) -> dict[str, Tensor]:
-        """What a restarted peer must be able to say again."""
+    def buffers(self) -> dict[str, Tensor]:
+        """What a restarted peer must know, and be able to say again."""
         with self._changed:
-            return {f"{v}.{j}": row for v, rows in self._out.items() for j, row in rows.items()}
+            table = torch.tensor([list(entry) for entry in self.table])
+            return {"table": table} | {f"{v}.{j}": row for v, rows in self._out.items() for j, row in rows.items()}
 
-    def restore(self, outbox: Mapping[str, Tensor]) -> None:
-        """Take back what `outbox` gave."""
+    def restore(self, buffers: dict[str, Tensor], members: set[int]) -> None:
+        """Take back what `buffers` gave; who was a member is one until it has been silent for too long."""
         with self._changed:
-            for name, row in outbox.items():
+            self._trusted = members
+            self._merge([Entry(*entry) for entry in buffers.pop("table").tolist()])
+            for name, row in buffers.items():
                 version, neighbour = map(int, name.split("."))
                 self._out.setdefault(version, {})[neighbour] = row
 
@@ -407,18 +437,21 @@ class ZenohLink:
                 self._alive(j, began)
 
     def _alive(self, neighbour: int, began: float) -> None:
-        """Give up on a neighbour that has been silent for longer than our patience."""
-        if self._closing.is_set():
-            raise RunError("The link was closed.")
+        """Give up on a neighbour that has been silent for longer than our patience, or if we are told to stop."""
+        if self._stop.is_set():
+            raise Interrupted(f"Agent {self._agent} stopped while it waited; the same command goes on.")
         silent = time.monotonic() - max(began, self._heard[neighbour])
         if silent > self._fleet.patience:
             raise RunError(f"Agent {neighbour} has been silent for {silent:.0f} s; the same command goes on later.")
 
     def await_start(self) -> None:
         """Free: give the neighbours a little time to be there at the start; nobody is needed."""
-        end = time.monotonic() + min(10.0, self._fleet.forget)
+
+        def there() -> bool:
+            return len(self._mail) == len(self.neighbours) or self._stop.is_set()
+
         with self._changed:
-            self._changed.wait_for(lambda: len(self._mail) == len(self.neighbours), end - time.monotonic())
+            self._changed.wait_for(there, min(10.0, self._fleet.forget))
 
     def news(self, timeout: float) -> None:
         """Wait until something new has come from anybody, but not for long."""
@@ -428,17 +461,17 @@ class ZenohLink:
 
     def silent(self, neighbour: int) -> float:
         """Seconds since a neighbour was heard; infinite if it never was."""
-        heard = self._heard[neighbour]
+        heard = max(self._heard[neighbour], self._began if neighbour in self._trusted else -1.0)
         return time.monotonic() - heard if heard >= 0 else float("inf")
 
     def members(self, step: int) -> set[int]:
         with self._changed:
-            here = {j for j in self._mail if self.silent(j) < self._fleet.forget or self.table[j].flags & FINISHED}
-            for j in self.neighbours:
-                old = self.table[j]
-                if j not in here and j in self._mail and not old.flags & GONE:
-                    self.table[j] = old._replace(flags=old.flags | GONE)
-        return here
+            known = {*self._mail, *self._trusted}
+            return {j for j in known if self.silent(j) < self._fleet.forget or j in self.finished()}
+
+    def finished(self) -> set[int]:
+        """Agents that have done what they had to do."""
+        return {agent for agent, entry in enumerate(self.table) if entry.flags & FINISHED}
 
     def read(self, step: int) -> dict[int, tuple[int, Tensor]]:
         if step < 0:
@@ -452,12 +485,16 @@ class ZenohLink:
         return max((now - max(at, self._began) for at in self._brought.values()), default=0.0)
 
     def agreed(self, calm: int) -> bool:
-        """Whether all that are here have been calm for long enough, or somebody found that they had."""
-        young = time.monotonic() - self._began < self._fleet.forget
+        """Whether all that are here have been calm for long enough, or somebody found that they had.
+
+        Of an agent whose step has not grown for long, as far as news of it came, nothing is expected any more.
+        """
+        old = time.monotonic() - self._fleet.forget - 2 * BEAT * self._graph.diameter
         with self._changed:
             if any(entry.flags & AGREED for entry in self.table):
                 return True
-            return all(e.calm >= calm or e.flags & GONE or (e.version < 0 and not young) for e in self.table)
+            silent = [self._grew[k] < old and k != self._agent for k in range(len(self.table))]
+            return all(e.calm >= calm or e.flags & FINISHED or gone for e, gone in zip(self.table, silent))
 
     def linger(self, stop: threading.Event) -> None:
         """Stay as long as a neighbour that is here has not finished: it may still need us."""

@@ -1,8 +1,8 @@
 """One agent's part of the network; its neighbours are reached over a `Link`.
 
-A message has a version: 64 numbers for each round, one per exchange of the round. In lockstep an agent waits for the
-version that the round asks for. Running free it takes the newest that has come, never waits, and the version is just
-the number of its sender's step.
+A message has a version. In lockstep it numbers the exchanges of all rounds, and an agent waits for the one that the
+exchange asks for. Running free it takes the newest that has come and never waits; version 0 is its sender's start, and
+version t what the sender's step t said.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from caden.graphs import Graph
 from caden.network import Stacked, StackedHeard
 from caden.schedules import Draw
 
-LANES = 64  # versions of a round
+LANES = 1 << 20  # versions of a round in lockstep; the second half is for what is agreed on after it
 
 
 class Link(Protocol):
@@ -59,20 +59,17 @@ class Peer(Stacked):
 class Lockstep(Peer):
     """Exact rounds: the same numbers as in the simulator."""
 
-    _index = _turn = 0
+    _version = 0
 
     def round(
         self, index: int, active: Tensor, work: Tensor, problem: Problem, curvature: Tensor | None = None
     ) -> Round:
-        self._index, self._turn = index, 0
+        self._version = (index + 1) * LANES
         return super().round(index, active, work, problem, curvature)
 
     def _trade(self, out: Mapping[int, Tensor], active: Tensor, like: Tensor) -> dict[int, Tensor]:
         """Publish if awake, and collect what awake neighbours published in this exchange."""
-        version = (self._index + 1) * LANES + self._turn
-        self._turn += 1
-        if self._turn > LANES:
-            raise CadenError(f"A round of peers has at most {LANES} exchanges.")
+        version, self._version = self._version, self._version + 1
         if self.quiet:
             return {}
         if bool(active[self.agent]):
@@ -93,16 +90,21 @@ class Lockstep(Peer):
         return received
 
     def _largest(self, values: Tensor) -> Tensor:
-        """Flooding: after as many exchanges as the longest path has edges, all know the largest."""
-        best, everyone = values.max().reshape(1), torch.ones(self._graph.agents, dtype=torch.bool)
+        return self._flood(values.max().reshape(1))[0]
+
+    def _flood(self, best: Tensor) -> Tensor:
+        """After as many exchanges as the longest path has edges, all know the largest of each number."""
+        everyone = torch.ones(self._graph.agents, dtype=torch.bool)
         for _ in range(self._graph.diameter):
             heard = self._trade(dict.fromkeys(self.neighbours, best), everyone, best)
             best = torch.stack([best, *heard.values()]).amax(0)
-        return best[0]
+        return best
 
-    def agree(self, value: float) -> float:
-        """The largest of all agents' numbers, after a round."""
-        return float(self._largest(torch.tensor([value], dtype=torch.float64)))
+    def agree(self, rounds: int, *values: float) -> list[float]:
+        """The largest of all agents' numbers after so many rounds."""
+        self._version = rounds * LANES + LANES // 2
+        largest: list[float] = self._flood(torch.tensor(values, dtype=torch.float64)).tolist()
+        return largest
 
 
 class Free(Peer):
@@ -143,7 +145,9 @@ class Free(Peer):
             if self.quiet:
                 return found
             for j, (version, row) in self._link.read(index).items():
-                if version > int(versions[j]):
+                if version > int(versions[j]) and (version == 0) == (
+                    index < 0
+                ):  # a start is no message, nor the reverse
                     self.fresh[j] = versions[j] = version
                     found[j] = row
             here = torch.zeros_like(self.known["members"])

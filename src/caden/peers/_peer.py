@@ -8,6 +8,7 @@ missing never happened.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -30,6 +31,7 @@ from caden.peers._network import Free, Lockstep
 from caden.run import Counted, start_point, threads, warm_up
 from caden.schedules import Draw, Participation, Workload
 
+ENDS = ("", "rounds", "seconds", "tolerance")  # why a peer ends
 Show = Callable[[dict[str, Any]], None]
 
 
@@ -85,15 +87,24 @@ class Walk:
 
 
 def take_part(
-    config: Experiment, agent: int, folder: Path, stop: threading.Event | None = None, show: Show | None = None
+    config: Experiment,
+    agent: int,
+    folder: Path,
+    stop: threading.Event | None = None,
+    show: Show | None = None,
+    home: Path = Path(),
 ) -> Result:
-    """Be one agent of a fleet until all are done; a folder with a checkpoint is gone on with."""
+    """Be one agent of a fleet until all are done; a folder with a checkpoint is gone on with.
+
+    `home` is the folder of the fleet's file, from which the one with the certificates is told.
+    """
     fleet, stop = Fleet.of(config), stop or threading.Event()
     place, text = RunDirectory(folder), config.to_toml()
     built = config.build(lambda graph: fleet.check(graph, agent))
     _, problem, graph = built
     if folder.exists():
-        if (folder / "config.toml").read_text() != text:
+        there = folder / "config.toml"
+        if not there.is_file() or there.read_text() != text:
             raise CadenError(f"{folder} belongs to another fleet file; choose another --out.")
         if place.weights.exists():
             raise CadenError(f"Agent {agent} has finished; its model is in {place.weights}.")
@@ -101,7 +112,8 @@ def take_part(
         RunDirectory.create(folder, text, config.seed)
     saved = checkpoint.load(place.checkpoint) if place.checkpoint.exists() else None
     with threads(config.deterministic):
-        link = ZenohLink(fleet, graph, agent, torch.empty(problem.dim, dtype=problem.dtype), folder)
+        like = torch.empty(problem.dim, dtype=problem.dtype, device=problem.device)
+        link = ZenohLink(fleet, graph, agent, like, home, folder, stop)
         try:
             return _Session(config, fleet, agent, built, link, place, stop, show).run(saved)
         finally:
@@ -122,21 +134,15 @@ class _Session:
         stop: threading.Event,
         show: Show | None,
     ):
-        self.walk, self.link, self.place, self.stop, self.show = (
-            Walk(config, agent, built, link),
-            link,
-            place,
-            stop,
-            show,
-        )
-        self.config, self.fleet = config, fleet
+        self.walk, self.link = Walk(config, agent, built, link), link
+        self.config, self.fleet, self.place, self.stop, self.show = config, fleet, place, stop, show
         self.rows: list[Row] = []
-        self.clock, self.calm, self.residual = 0.0, 0, float("inf")
+        self.clock, self.calm, self.residual, self.late, self.why = 0.0, 0, math.inf, False, ""
         self.swept: set[int] = set()  # neighbours that brought something since the last sweep
         self.log = place.path / "versions.jsonl"
 
     def run(self, saved: tuple[dict[str, Tensor], dict[str, float]] | None) -> Result:
-        walk, link, network, free = self.walk, self.link, self.walk.network, self.fleet.mode == "free"
+        walk, link, network = self.walk, self.link, self.walk.network
         if saved is None:
             self.log.unlink(missing_ok=True)
             walk.begin()
@@ -145,54 +151,63 @@ class _Session:
             self._record()
         else:
             self._resume(*saved)
-        link.say(walk.index)
+        link.say(walk.index, self.calm)
         began, shown = time.monotonic() - self.clock, 0.0
-        why: str | None = None
-        while why is None:
-            if walk.index >= self.config.rounds:
-                why = "rounds"
-            elif self.fleet.seconds is not None and self.clock >= self.fleet.seconds:
-                why = "seconds"
-            elif free and self.config.tolerance is not None and link.agreed(self.fleet.calm):
-                why = "tolerance"
-            elif self.stop.is_set():
-                raise Interrupted(f"Agent {walk.agent} stopped after round {walk.index}; the same command goes on.")
-            if why is not None:
+        while not self.why:
+            self.why = self._reason()
+            if self.why:
+                self._save()
                 break
-            if free:
+            if self.stop.is_set():
+                raise Interrupted(f"Agent {walk.agent} stopped after round {walk.index}; the same command goes on.")
+            if isinstance(network, Free):
                 link.news(self.fleet.pace)
             else:
                 link.keep_step(walk.index)
             self.residual = walk.step()
             self.clock = time.monotonic() - began
+            self.late = self.fleet.seconds is not None and self.clock >= self.fleet.seconds
             if isinstance(network, Free):
-                self._sweep(network.fresh, network.members)
+                self._sweep(network.fresh, network.members - link.finished())
                 self._note(walk.index - 1)
             self._save()
             link.say(walk.index, self.calm)
-            if walk.index % self.config.record_every == 0 or walk.index == self.config.rounds:
+            if walk.index % self.config.record_every == 0:
                 self._record()
-                if isinstance(network, Lockstep) and self.config.tolerance is not None:
-                    why = "tolerance" if network.agree(self.residual) < self.config.tolerance else None
             if self.show is not None and time.monotonic() - shown > 0.25:
                 self.show(self._status())
                 shown = time.monotonic()
-        link.say(walk.index, self.calm, FINISHED | (AGREED if free and why == "tolerance" else 0))
+        agreed = self.fleet.mode == "free" and self.why == "tolerance"
+        link.say(walk.index, self.calm, FINISHED | (AGREED if agreed else 0))
         if self.rows[-1]["round"] != walk.index:
             self._record()
         if self.show is not None:
             self.show({**self._status(), "state": "done"})
         link.linger(self.stop)
-        result = Result(walk.state.x, self.rows, walk.problem, self.config.target, self.place.path, {}, why)
+        result = Result(walk.state.x, self.rows, walk.problem, self.config.target, self.place.path, {}, self.why)
         self.place.finish(result, picture=False)
         return result
 
+    def _reason(self) -> str:
+        """Why to end here, or nothing. In lockstep all come to the same answer in the same round."""
+        index, tolerance = self.walk.index, self.config.tolerance
+        if index >= self.config.rounds:
+            return "rounds"
+        network = self.walk.network
+        if isinstance(network, Free):
+            calm = tolerance is not None and self.link.agreed(self.fleet.calm)
+            return "tolerance" if calm else "seconds" if self.late else ""
+        if (tolerance is None and self.fleet.seconds is None) or index == 0 or index % self.config.record_every:
+            return ""
+        residual, late = network.agree(index, self.residual, float(self.late))
+        return "tolerance" if tolerance is not None and residual < tolerance else "seconds" if late else ""
+
     def _sweep(self, fresh: dict[int, int], members: set[int]) -> None:
-        """Count the sweeps in which nothing changed, each over all neighbours that are here."""
+        """Count the sweeps in which nothing changed, each over all neighbours that are at work."""
         self.swept |= set(fresh)
         if self.config.tolerance is None or self.residual >= self.config.tolerance:
             self.calm, self.swept = 0, set()
-        elif members and members <= self.swept:
+        elif members <= self.swept and (members or self.walk.network.neighbours):
             self.calm, self.swept = self.calm + 1, set()
 
     def _note(self, step: int) -> None:
@@ -211,7 +226,7 @@ class _Session:
         walk = self.walk
         tensors = checkpoint.flatten(walk.state, "state")
         tensors |= {f"network.{k}": t for k, t in walk.network.buffers().items()}
-        tensors |= {f"outbox.{k}": t for k, t in self.link.outbox().items()}
+        tensors |= {f"link.{k}": t for k, t in self.link.buffers().items()}
         if walk.curvature is not None:
             tensors["curvature"] = walk.curvature
         numbers = {
@@ -221,6 +236,10 @@ class _Session:
             "bytes": walk.network.bytes,
             "wire_bytes": self.link.wire_bytes,
             "gradients": walk.counted.gradients,
+            "residual": self.residual,
+            "calm": self.calm,
+            "late": self.late,
+            "why": ENDS.index(self.why),
         }
         checkpoint.save(self.place.checkpoint, tensors, numbers)
 
@@ -232,10 +251,13 @@ class _Session:
             return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
 
         walk.network.restore(part("network."), int(numbers["numbers_sent"]), int(numbers["bytes"]))
-        self.link.restore(part("outbox."))
+        network = walk.network
+        self.link.restore(part("link."), network.members if isinstance(network, Free) else set())
         walk.index, self.clock = int(numbers["round"]), numbers["seconds"]
+        self.residual, self.calm, self.late = numbers["residual"], int(numbers["calm"]), bool(numbers["late"])
+        self.why = ENDS[int(numbers["why"])]
         walk.counted.gradients, self.link.wire_bytes = int(numbers["gradients"]), int(numbers["wire_bytes"])
-        self.rows = self.place.read(walk.index) if self.place.metrics.exists() else []
+        self.rows = self.place.read(walk.index) if walk.index else []
         self.place.keep(self.rows)
         if not self.rows:
             self._record()

@@ -97,13 +97,14 @@ class _Recorded:
 
 def replay(folder: Path) -> list[Replayed]:
     """Run a fleet's directory again from its logs, and compare."""
-    places = sorted(folder.glob("agent-*"), key=lambda path: int(path.name.removeprefix("agent-")))
+    places = [path for path in folder.glob("agent-*") if path.name.removeprefix("agent-").isdigit()]
+    places.sort(key=lambda path: int(path.name.removeprefix("agent-")))
     if not places:
         raise CadenError(f"{folder} has no agent-* folders: it is not the directory of a fleet.")
     config = experiment(places[0] / "config.toml")
     if Fleet.of(config).mode != "free":
         raise CadenError("A fleet in lockstep needs no replay: `caden run` on its file gives the same numbers.")
-    logs = {int(place.name.removeprefix("agent-")): _read(place / "versions.jsonl") for place in places}
+    logs = {int(place.name.removeprefix("agent-")): _read(place) for place in places}
     post, found = _Post(logs), dict[int, Replayed | BaseException]()
     built = {agent: config.build(partial(Fleet.of(config).check, agent=agent)) for agent in logs}
 
@@ -138,14 +139,18 @@ def replay(folder: Path) -> list[Replayed]:
     return [result for _, result in sorted(found.items()) if isinstance(result, Replayed)]
 
 
-def _read(path: Path) -> dict[int, Any]:
-    """The log of an agent by step; a line cut off by a crash does not count."""
+def _read(place: Path) -> dict[int, Any]:
+    """The log of an agent by step, up to its checkpoint: what came after it never happened."""
+    path, saved = place / "versions.jsonl", RunDirectory(place).checkpoint
+    if not saved.exists():
+        return {}
+    last = int(checkpoint.load(saved)[1]["round"])
     try:
         text = path.read_text()
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        found = {line["step"]: line for line in lines}
-    except (OSError, ValueError, KeyError) as error:
+        found = {line["step"]: line for line in lines if line["step"] < last}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CadenError(f"Cannot read {path}: {error}.") from None
-    if sorted(found) != list(range(-1, len(found) - 1)):
+    if sorted(found) != list(range(-1, last)):
         raise CadenError(f"{path} lacks steps.")
     return found
