@@ -18,8 +18,8 @@ test-all: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-bench: $(VENV)/installed-test
-	$(BIN)/python benchmarks/round.py
+bench: $(VENV)/installed
+	$(BIN)/caden bench
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -99,3 +99,12 @@ def test_bad_input_is_one_clear_line(make, message):
     with pytest.raises(CadenError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_regular_graphs_give_everyone_the_same_number_of_neighbours():
+    graph = graphs.regular(50, 4, seed=1)
+    assert set(graph.degrees.tolist()) == {4} and graph.spectrum[0] > 0
+    assert (graph.edges == graphs.regular(50, 4, seed=1).edges).all()
+    for agents, degree in ((5, 3), (4, 4), (6, 1)):
+        with pytest.raises(CadenError, match="no connected graph"):
+            graphs.regular(agents, degree)

@@ -299,3 +299,42 @@ def test_cuda_smoke():
         )
         assert result.x.is_cuda
         assert torch.isfinite(result.x).all()
+
+
+def test_the_batch_of_a_round_depends_on_seed_round_and_agent_alone():
+    problem = make_module(batch=3, partition={"name": "sizes", "sizes": [1, 2, 3, 4]}, seed=5)
+    part = problem.take([1, 3])
+    for round in (0, 7):
+        whole, some = problem.at(round), part.at(round)
+        for place, agent in enumerate((1, 3)):
+            assert torch.equal(some.shards[place][0], whole.shards[agent][0])
+        for (x, y), (own, labels) in zip(whole.shards, problem.shards):
+            assert len(x) == min(3, len(own))
+            places = [next(n for n in range(len(own)) if torch.equal(own[n], row)) for row in x]
+            assert len(set(places)) == len(places) and torch.equal(labels[places], y)  # without repetition
+    drawn = {tuple(problem.at(round).shards[3][1].tolist()) for round in range(20)}
+    assert len(drawn) > 3
+    hosted = make_module(batch=3, partition={"name": "sizes", "sizes": [1, 2, 3, 4]}, seed=5, hosted=[3])
+    assert torch.equal(hosted.at(2).shards[0][0], problem.at(2).shards[3][0])
+
+
+def test_the_gradient_of_a_batch_is_right_on_average():
+    problem = make_module(batch=4)
+    x = problem.start.expand(4, -1)
+    mean = torch.stack([problem.at(round).value_and_grad(x)[1] for round in range(400)]).mean(0)
+    full = problem.value_and_grad(x)[1]
+    one = problem.at(0).value_and_grad(x)[1]
+    assert float((mean - full).norm()) < 0.15 * float((one - full).norm())
+
+
+@pytest.mark.parametrize("batching", ["loop", "vmap"])
+@pytest.mark.parametrize("solver", ["lbfgs", "gd"])
+def test_a_batch_of_everything_gives_the_run_without_batches(batching, solver):
+    """Up to the gradient at the start of each round, which is then taken again."""
+    graph, method = caden.graphs.ring(4), caden.methods.caden(mu_z=0.3, solver=solver)
+    whole, all_of_it = make_module(batching=batching), make_module(batching=batching, batch=10_000)
+    results = [caden.simulate(method, p, graph, 5, participation=0.5) for p in (whole, all_of_it)]
+    torch.testing.assert_close(results[0].x, results[1].x, rtol=1e-9, atol=1e-11)
+    assert results[1].rows[-1]["gradients"] > results[0].rows[-1]["gradients"]
+    small = caden.simulate(method, make_module(batching=batching, batch=2), graph, 5, participation=0.5)
+    assert not torch.allclose(small.x, results[0].x)

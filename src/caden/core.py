@@ -130,7 +130,10 @@ class Method(NamedTuple):
 
 
 class Problem(Protocol):
-    """f_1 ... f_m, one function per agent; x has one row per agent asked for."""
+    """f_1 ... f_m, one function per agent; x has one row per agent asked for.
+
+    A problem with mini-batches also has `at(round)`, which gives that round's functions, marked as `stochastic`.
+    """
 
     @property
     def agents(self) -> int: ...

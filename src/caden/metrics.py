@@ -35,7 +35,7 @@ def lyapunov(x: Tensor, gradient: Tensor, phi: Tensor, first: Tensor, second: Te
 def measure(problem: Problem, state: Any, info: Info, network: Stacked) -> dict[str, float | None]:
     """One row of the history, without its counters; a method without duals has no `lyapunov` and `dual_sum`."""
     value, gradient = info.value, info.gradient
-    if value is None or gradient is None:
+    if value is None or gradient is None or getattr(problem, "batch", None) is not None:
         value, gradient = problem.value_and_grad(state.x)
     own = getattr(state, "phi", None)
     x, value, gradient = (network.gather(rows) for rows in (state.x, value, gradient))

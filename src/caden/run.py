@@ -37,17 +37,24 @@ class Warmup(NamedTuple):
 
 
 class Counted:
-    """A problem that counts its gradients, one per agent and evaluation."""
+    """A problem that counts its gradients, one per agent and evaluation; in each round it is that round's."""
 
     def __init__(self, problem: Problem):
-        self._problem, self.gradients = problem, 0
+        self._whole = self._now = problem
+        self.gradients = 0
+
+    def enter(self, round: int) -> Counted:
+        """Mini-batches: the functions of a round are a sample of the whole."""
+        if hasattr(self._whole, "at"):
+            self._now = self._whole.at(round)
+        return self
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.gradients += len(x)
-        return self._problem.value_and_grad(x, rows)
+        return self._now.value_and_grad(x, rows)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._problem, name)
+        return getattr(self._now, name)
 
 
 def simulate(
@@ -229,7 +236,7 @@ def simulate(
                 active = awake(index)
                 info = Info()
                 if bool(active.any()):  # a round in which everyone sleeps changes nothing
-                    context = network.round(index, active, workload(index), counted, curvature)
+                    context = network.round(index, active, workload(index), counted.enter(index), curvature)
                     state, info = method.step(state, context)
                     rejected, fallbacks = rejected + info.rejected, fallbacks + info.fallbacks
                     stalled += len(info.stalled)

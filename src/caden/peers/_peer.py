@@ -73,7 +73,9 @@ class Walk:
         active = self._awake(self.index)
         before = [part.clone() for part in self._moving()]
         if self.fleet.mode == "free" or bool(active.any()):
-            context = self.network.round(self.index, active, self._work(self.index), self.counted, self.curvature)
+            context = self.network.round(
+                self.index, active, self._work(self.index), self.counted.enter(self.index), self.curvature
+            )
             self.state, self.info = self.method.step(self.state, context)
         self.index += 1
         if not bool(self.state.x.isfinite().all()):

@@ -33,6 +33,7 @@ def _classification_by_name(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     hosted: list[int] | None = None,
+    batch: int | None = None,
 ) -> Module:
     """`classification` on a named data set, with the paper's network or a linear model; what TOML files use.
 
@@ -69,6 +70,7 @@ def _classification_by_name(
         dtype=dtype,
         device=device,
         hosted=hosted,
+        batch=batch,
     )
 
 

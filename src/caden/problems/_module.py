@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from caden.data import Partition, partition_from_spec
 from caden.errors import CadenError, choose, whole
 from caden.parallel import each, fastest
+from caden.schedules import Draw
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _CHUNK = 16 << 20  # bytes of input per call, so that the activations of a large shard do not all exist at once
@@ -38,7 +39,12 @@ class Module:
         metrics: dict[str, Loss],
         scale: Tensor,
         batching: str,
+        batch: int | None = None,
+        seed: int = 0,
+        ids: list[int] | None = None,
     ):
+        self.batch, self.seed, self.stochastic = batch, seed, False
+        self.ids = list(range(len(shards))) if ids is None else ids  # which agents of the whole problem these are
         self.model, self.test, self.loss, self.metrics, self.scale = model, test, loss, metrics, scale
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}  # frozen ones stay as they are
         self.names, self.shapes = list(named), [p.shape for p in named.values()]
@@ -47,15 +53,7 @@ class Module:
         self.agents, self.dim = len(shards), int(self.start.numel())
         self.dtype, self.device = self.start.dtype, self.start.device
 
-        # Shards of one size are stacked, so that they can be evaluated in one batched call.
-        self.shards = list(shards)
-        self._groups: list[tuple[list[int], Tensor, Tensor]] = []
-        for size in sorted({len(x) for x, _ in shards}):
-            members = [i for i, (x, _) in enumerate(shards) if len(x) == size]
-            inputs, targets = (torch.stack([shards[i][part] for i in members]) for part in (0, 1))
-            self._groups.append((members, inputs, targets))
-            for place, i in enumerate(members):
-                self.shards[i] = (inputs[place], targets[place])
+        self._stack(shards)
         self._unscaled = bool((scale == 1).all())
         self._local = threading.local()  # functional_call swaps parameters in place: a copy of the model per thread
         self._check()
@@ -64,6 +62,31 @@ class Module:
         if batching == "auto" and len(self._groups) > self.agents / 2:
             batching = "loop"  # hardly two shards of one size: there is nothing to batch
         self.batching = fastest(batching, ("loop", "vmap"), lambda way: self._evaluate_with(way, everyone, None))
+
+    def _stack(self, shards: list[tuple[Tensor, Tensor]]) -> None:
+        """Shards of one size are stacked, so that they can be evaluated in one batched call."""
+        self.shards = list(shards)
+        self._groups: list[tuple[list[int], Tensor, Tensor]] = []
+        for size in sorted({len(x) for x, _ in shards}):
+            members = [i for i, (x, _) in enumerate(shards) if len(x) == size]
+            inputs, targets = (torch.stack([shards[i][part] for i in members]) for part in (0, 1))
+            self._groups.append((members, inputs, targets))
+            for place, i in enumerate(members):
+                self.shards[i] = (inputs[place], targets[place])
+
+    def at(self, round: int) -> Module:
+        """The functions of a round: `batch` samples of each shard, a pure function of (seed, round, agent)."""
+        if self.batch is None:
+            return self
+        shards = []
+        for agent, (x, y) in zip(self.ids, self.shards):
+            chance = Draw(self.seed, 1).uniform(f"batch/{agent}", round, len(x))
+            chosen = torch.from_numpy(np.sort(np.argsort(chance)[: self.batch])).to(x.device)
+            shards.append((x[chosen], y[chosen]))
+        view = copy.copy(self)
+        view._stack(shards)
+        view.stochastic = True
+        return view
 
     def _check(self) -> None:
         """f_i must be a function of the parameters: no randomness, no state that changes in the forward pass."""
@@ -179,8 +202,9 @@ class Module:
         return out
 
     def take(self, agents: list[int]) -> Module:
-        shards = [self.shards[i] for i in agents]
-        return Module(self.model, shards, self.test, self.loss, self.metrics, self.scale[agents], self.batching)
+        shards, ids = [self.shards[i] for i in agents], [self.ids[i] for i in agents]
+        common = (self.test, self.loss, self.metrics, self.scale[agents], self.batching)
+        return Module(self.model, shards, *common, self.batch, self.seed, ids)
 
     def evaluate(self, x: Tensor) -> dict[str, Tensor]:
         """The metrics of each row's model on the test data."""
@@ -237,6 +261,7 @@ def classification(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     hosted: list[int] | None = None,
+    batch: int | None = None,
 ) -> Module:
     """Train `model` over agents that each hold a shard of `train`; the model's own parameters are the start.
 
@@ -250,6 +275,7 @@ def classification(
         weight: "agents" counts every agent alike, "samples" every sample.
         batching: gradients by a "loop" over agents, by "vmap", or "auto": what is faster here.
         hosted: keep only these agents' shards.
+        batch: in each round, every agent works on so many of its samples, drawn anew; all of them for None.
 
     >>> model = nn.Linear(2, 2)
     >>> problem = classification(model, (torch.randn(9, 2), torch.randint(2, (9,))), agents=4)
@@ -274,7 +300,10 @@ def classification(
         metrics = {"accuracy": accuracy} if not targets.is_floating_point() else {}
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     scale = counts * agents / counts.sum() if weight == "samples" else torch.ones_like(counts)
-    return Module(model, shards, held_out, loss, metrics, scale[mine].to(device, dtype), batching)
+    if batch is not None:
+        whole("batch", batch, least=1)
+    common = (held_out, loss, metrics, scale[mine].to(device, dtype), batching)
+    return Module(model, shards, *common, batch, seed, mine)
 
 
 def mlp(inputs: int, outputs: int, hidden: int = 128, seed: int = 0) -> nn.Sequential:

@@ -20,7 +20,7 @@ def adam(step: float = 5e-3, beta1: float = 0.9, beta2: float = 0.999, eps: floa
         raise CadenError(f"`beta1` and `beta2` must lie in [0, 1), got {beta1} and {beta2}.")
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
-        now = Iterate(objective, x, memory)
+        now = Iterate(objective, x, memory, work)
         first, second = torch.zeros_like(x), torch.zeros_like(x)
         for iteration in range(int(work.max())):
             rows = index(work > iteration)

@@ -28,7 +28,7 @@ def agd(step: float | None = None) -> LocalSolver:
         return memory
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
-        now = Iterate(objective, x, memory)  # at w
+        now = Iterate(objective, x, memory, work)  # at w
         v, t = x.clone(), 1.0
         for iteration in range(int(work.max())):
             rows = index(work > iteration)

@@ -22,7 +22,7 @@ def exact() -> LocalSolver:
         return start(problem, x, curvature)
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
-        now = Iterate(objective, x, memory)
+        now = Iterate(objective, x, memory, work)
         rows = index(work > 0)
         identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         hessian = pick(objective.problem.hessian, rows) + pick(now.rho, rows).unsqueeze(2) * identity  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ def gd(step: float | None = None, curvature: float | None = None) -> LocalSolver
         return start(problem, x, known)
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
-        now = Iterate(objective, x, memory)
+        now = Iterate(objective, x, memory, work)
         for iteration in range(int(work.max())):
             live = work > iteration
             rows = index(live)

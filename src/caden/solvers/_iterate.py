@@ -74,7 +74,13 @@ class Trial(NamedTuple):
 class Iterate:
     """The current point of each agent; methods act on the given rows only."""
 
-    def __init__(self, objective: Objective, x: Tensor, memory: Memory):
+    def __init__(self, objective: Objective, x: Tensor, memory: Memory, work: Tensor):
+        if getattr(objective.problem, "stochastic", False):  # what is remembered is of another sample
+            rows = (work > 0).nonzero().flatten()
+            value, gradient = objective.problem.value_and_grad(x[rows], rows)
+            memory = memory._replace(
+                value=memory.value.index_copy(0, rows, value), gradient=memory.gradient.index_copy(0, rows, gradient)
+            )
         self.problem, self.rho = objective.problem, objective.rho
         self.x = x.clone()
         self.slope = objective.slope.clone()

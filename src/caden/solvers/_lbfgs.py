@@ -193,7 +193,7 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True, 
         return LBFGSMemory(*start(problem, x, curvature), *no_pairs(x, memory if carry else 0))
 
     def solve(objective: Objective, x: Tensor, work: Tensor, state: LBFGSMemory) -> Solved:
-        now = Iterate(objective, x, Memory(*state[:3]))
+        now = Iterate(objective, x, Memory(*state[:3]), work)
         steps = int(work.max())
         pairs = Pairs(*state[3:]) if carry else no_pairs(x, min(memory, max(steps - 1, 0)))
         rejected = fallbacks = 0

@@ -54,7 +54,7 @@ def newton(eps: float = 0.0, iterations: int = 50, tolerance: float = 1e-10) -> 
         raise CadenError(f"`eps` and `tolerance` must not be negative, got {eps} and {tolerance}.")
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
-        now = Iterate(objective, x, memory)
+        now = Iterate(objective, x, memory, work)
         for iteration in range(int(work.max())):
             rows = index(work > iteration)
             at, g = pick(now.x, rows), now.full_gradient(rows)
