@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from caden import bench as benchmarks
-from caden import check, cluster, data, log, schedules
+from caden import check, cluster, data, forecast, log, schedules
 from caden.config import Experiment, experiment
 from caden.errors import CadenError, RunError, choose, positive, whole
 from caden.graphs import GRAPHS
@@ -110,6 +110,18 @@ def _carry_out(config: Experiment, directory: Path | None, resume: bool, as_json
         _show(result, config, as_json)
 
 
+def _foretell(config: Experiment, as_json: bool) -> None:
+    """Print a forecast; refuse what does not fit."""
+    found = forecast.forecast(config)
+    if as_json:
+        print(json.dumps({**found._asdict(), "fits": found.fits}))
+    else:
+        gib = [f"{n / 2**30:.2f} GiB" for n in (found.state, found.problem, found.available)]
+        print(f"state: {gib[0]} ({found.vectors:.0f} vectors per agent at the peak)\nproblem: {gib[1]}")
+        print(f"available: {gib[2]}\ntime per round: about {found.seconds:.2g} s")
+    forecast.refuse(found, config)
+
+
 @app.command()
 def run(
     file: File = None,
@@ -117,10 +129,16 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Run directory; by default a new one under runs/.")] = None,
     events: Annotated[Path | None, typer.Option("--tensorboard", help="Folder for TensorBoard event files.")] = None,
     processes: Annotated[int, typer.Option(help="Processes that share the agents, as under torchrun.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what memory and time it would take.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run an experiment; without a file the paper's setting on the embedded digits."""
     config = experiment(file, settings or [])
+    if dry_run:
+        _foretell(config, as_json)
+        return
+    if not cluster.launched() and processes == 1:
+        forecast.check(config)
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun started the job anew
     if out is None:
         what = config.problem.get("data", config.problem["name"])
