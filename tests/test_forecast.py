@@ -16,12 +16,12 @@ RUN = """
 import sys
 from caden import forecast
 from caden.config import experiment
-from caden.forecast import _largest
+from caden.forecast import largest
 small, large = (experiment(None, [*sys.argv[1:], f"problem.dim={dim}"]) for dim in (10, 1_000_000))
 small.run()
-before = _largest()
+before = largest()
 large.run()
-print(_largest() - before)
+print(largest() - before)
 """
 
 

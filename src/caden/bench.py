@@ -7,7 +7,6 @@ what the code does. Every comparison with another implementation passes a gate f
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from torch.nn.functional import cross_entropy, softplus
 from caden import graphs, methods, parallel, problems, solvers
 from caden.core import Method, Problem
 from caden.errors import RunError
+from caden.forecast import forget_peak, largest
 from caden.graphs import Graph
 from caden.history import about
 from caden.network import Stacked
@@ -185,6 +185,11 @@ class _ByHand:
         return torch.stack(self.sent)
 
 
+def _lbfgs(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """As many evaluations in every round as ours: no early end."""
+    return torch.optim.LBFGS(parameters, max_iter=STEPS, history_size=10, tolerance_grad=0, tolerance_change=0)
+
+
 def small(repeats: int) -> Iterator[Measure]:
     """Against 20 (100, 200) torch.optim.LBFGS objects in a loop."""
     for name, (make, size, goal) in CASES.items():
@@ -192,7 +197,7 @@ def small(repeats: int) -> Iterator[Measure]:
         graph = graphs.ring(size[0])
         _gate(name, case, graph)
         ours = _Rounds(methods.caden(mu_z=MU), case.problem, graph)
-        theirs = _ByHand(case, graph, lambda v: torch.optim.LBFGS(v, max_iter=STEPS, history_size=10), 1)
+        theirs = _ByHand(case, graph, _lbfgs, 1)
         for _ in range(3):
             ours(), theirs()
         ratios = [sum(theirs() for _ in range(3)) / sum(ours() for _ in range(3)) for _ in range(repeats)]
@@ -210,7 +215,7 @@ def _gate(name: str, case: Case, graph: Graph) -> None:
     if not apart < (1e-9 if case.problem.dtype == torch.float64 else 1e-4):
         raise RunError(f"{name}: gradient descent differs from the loop by {apart:.1e}.")
     ours = _Rounds(methods.caden(mu_z=MU), case.problem, graph)
-    theirs = _ByHand(case, graph, lambda v: torch.optim.LBFGS(v, max_iter=STEPS, history_size=10), 1)
+    theirs = _ByHand(case, graph, _lbfgs, 1)
     for _ in range(10):
         ours(), theirs()
     values = [float(case.problem.value_and_grad(rows)[0].sum()) for rows in (ours.state.x, theirs.rows())]
@@ -226,7 +231,7 @@ def many(repeats: int) -> Iterator[Measure]:
         for agents in perfect:
             began = time.perf_counter()
             graph = graphs.ring(agents) if kind == "ring" else graphs.regular(agents, 4)
-            before = _resident()
+            before = forget_peak()
             problem = problems.logistic(agents=agents, samples=1, dim=1000, dtype=torch.float32, batching="bmm")
             run = _Rounds(methods.caden(mu_z=MU), problem, graph)
             started = time.perf_counter() - began
@@ -235,17 +240,10 @@ def many(repeats: int) -> Iterator[Measure]:
         vectors = 4 + 2 * 10  # x, phi, the neighbours' sum, gradient; the pairs
         needed = 4 * agents * 1000 * vectors
         yield Measure(f"{kind}: seconds to start with 10,000 agents", [started], "< 10")
-        yield Measure(f"{kind}: memory, of what the state needs", [(_resident(peak=True) - before) / needed], "< 2")
+        yield Measure(f"{kind}: memory, of what the state needs", [(largest() - before) / needed], "< 2")
         for least in (100, 1000):
             pairs = zip(times[10_000], times[least])
             yield Measure(f"{kind}: time per edge, 10,000 over {least:,} agents", [a / b for a, b in pairs], "< 1.5")
-
-
-def _resident(peak: bool = False) -> int:
-    """Bytes of memory that this process has (or had at most)."""
-    if peak:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 PARTS: dict[str, Callable[[int], Iterator[Measure]]] = {"many": many, "paper": paper, "small": small}

@@ -67,7 +67,7 @@ class Forecast(NamedTuple):
 
 def forecast(config: Experiment) -> Forecast:
     """Build an experiment's problem and say what running it would take."""
-    before = _largest()
+    before = largest()
     available = _available()
     _, problem, graph = config.build()
     x, some = start_point(problem.take([0]), None), None
@@ -82,7 +82,7 @@ def forecast(config: Experiment) -> Forecast:
     steps = schedules.Workload(schedules.from_spec(config.local_steps), draw)(0)
     count = vectors(config, graph, problem)
     state = int(count * problem.agents * problem.dim * x.element_size())
-    return Forecast(count, state, _largest() - before, available, 1.4 * seconds * float(steps.double().mean()))
+    return Forecast(count, state, largest() - before, available, 1.4 * seconds * float(steps.double().mean()))
 
 
 def vectors(config: Experiment, graph: Graph, problem: Problem) -> float:
@@ -103,10 +103,10 @@ def _grown(table: dict[str, Any], agents: int, edges: list[list[int]], dim: int,
     awake = config.participation if config.participation == 1.0 else 0.9
     steps = config.local_steps if isinstance(config.local_steps, int) else 5
     for size in (8, dim):
-        before = _largest()
+        before = largest()
         method = make("method", METHODS, config.method)
         simulate(method, Bowl(agents, size, dtype), graph, 3, participation=awake, local_steps=steps, progress=False)
-    return _largest() - before
+    return largest() - before
 
 
 def check(config: Experiment) -> None:
@@ -133,9 +133,15 @@ def refuse(found: Forecast, config: Experiment) -> None:
     raise CadenError(f"The run needs about {gib[0]} GiB of memory and {gib[1]} are available; {way}.")
 
 
-def _largest() -> int:
+def largest() -> int:
     """The largest memory that this process has had (getrusage would count its parent's before the start too)."""
     return _field("/proc/self/status", "VmHWM")
+
+
+def forget_peak() -> int:
+    """Let `largest` count from now on; what this process has now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return largest()
 
 
 def _available() -> int:
