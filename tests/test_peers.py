@@ -49,7 +49,9 @@ LOCKSTEP = {
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
-@pytest.mark.parametrize("method", LOCKSTEP)
+@pytest.mark.parametrize(
+    "method", ["caden", "gt", "adapd", *(pytest.param(m, marks=pytest.mark.slow) for m in ("caden, auto", "radmm"))]
+)
 def test_lockstep_peers_end_in_the_bits_of_the_simulator(tmp_path, method, participation):
     config = fleet_file(tmp_path, method=LOCKSTEP[method], participation=participation, rounds=7)
     result = simulated(config)

@@ -347,20 +347,32 @@ def _interrupted(index: int, place: RunDirectory | None, config: str) -> Interru
     return Interrupted(f"Interrupted after round {index}{how}.")
 
 
+_strict = threading.Lock()
+_runs = 0  # deterministic ones at this moment, which may be in several threads
+_before = (1, False)
+
+
 @contextmanager
 def threads(deterministic: bool) -> Iterator[None]:
     """One thread and deterministic kernels for the time of a run, if asked for."""
+    global _runs, _before  # noqa: PLW0603
     if not deterministic:
         yield
         return
-    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    with _strict:
+        if _runs == 0:
+            _before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+            torch.set_num_threads(1)
+            torch.use_deterministic_algorithms(True)
+        _runs += 1
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(strict)
+        with _strict:
+            _runs -= 1
+            if _runs == 0:
+                torch.set_num_threads(_before[0])
+                torch.use_deterministic_algorithms(_before[1])
 
 
 @contextmanager

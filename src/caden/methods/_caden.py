@@ -164,7 +164,8 @@ def _balance(old: State, new: State, heard: Heard, round: Round, mu: Tensor) -> 
     squares = [heard.disagreement() / 4] + [
         torch.linalg.vector_norm(v, dim=1) ** 2 for v in (mu * anchors, moved, bent)
     ]
-    curvature = (squares[3] / squares[2]).nan_to_num(0, 0)
+    rounding = (1e3 * torch.finfo(moved.dtype).eps * torch.linalg.vector_norm(new.x, dim=1)) ** 2
+    curvature = torch.where(squares[2] > rounding, squares[3] / squares[2], 0)  # of a move that is more than noise
     tally = old.tally + torch.stack([squares[0], squares[1], 0 * curvature], dim=1)
     tally[:, 2] = torch.maximum(tally[:, 2], curvature)
     if round.index + 1 not in CHECKS:
