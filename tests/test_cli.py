@@ -360,7 +360,7 @@ def _same_bytes(one, other):
 
 def test_killed_at_random_moments_and_resumed_to_the_same_bytes(tmp_path):
     rng = random.Random(1)
-    assert _killed_and_resumed(tmp_path, [rng.uniform(0, 0.8) for _ in range(2)]) >= 1
+    assert _killed_and_resumed(tmp_path, [rng.uniform(0, 0.8)]) == 1
     _same_bytes(tmp_path / "cut", tmp_path / "whole")
 
 

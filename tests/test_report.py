@@ -39,7 +39,7 @@ TINY = Scale(
 PARTS = [part for part in reproduce.PARTS if part not in ("skewed", "rivals")]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a module's would be made again when the process turns to other tests meanwhile
 def tiny(tmp_path_factory):
     """The plan carried out (all but two parts that differ in their problem only), and its page."""
     folder = tmp_path_factory.mktemp("tiny")

@@ -298,7 +298,7 @@ def check_predictor(draws, seed, length):
 
 
 def test_predicted_rate_is_measured():
-    check_predictor(4, seed=5, length=200)
+    check_predictor(2, seed=5, length=200)
 
 
 @pytest.mark.slow
@@ -372,7 +372,7 @@ def check_doctor(draws, seed):
 
 
 def test_doctor_refuses_exactly_what_diverges():
-    check_doctor(20, seed=9)
+    check_doctor(10, seed=9)
 
 
 @pytest.mark.slow
