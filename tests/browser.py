@@ -51,14 +51,18 @@ class Browser:
 
     def open(self, path):
         self._do("url", {"url": path.absolute().as_uri()})
-        for _ in range(1200):
-            if self.run("return document.body.dataset.ready") == "yes":
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"the page did not become ready: {self.errors()}")
+        assert self.settled("return document.body.dataset.ready", "yes") == "yes", self.errors()
 
     def run(self, script):
         return self._do("execute/sync", {"script": script, "args": []})
+
+    def settled(self, script, value):
+        """What the script returns once it is `value`, else after a minute: events reach the page a frame later."""
+        for _ in range(1200):
+            if (last := self.run(script)) == value:
+                break
+            time.sleep(0.05)
+        return last
 
     def phone(self):
         """The page on a narrow screen (a headless window is at least 500 wide)."""
