@@ -32,19 +32,21 @@ def test_two_loop_is_dense_bfgs(count):
     np.testing.assert_allclose(two_loop(pairs, g, 0.3), dense_bfgs(pairs, 0.3) @ g, rtol=1e-9)
 
 
-@pytest.mark.parametrize("d", [6, 1 << 13], ids=["narrow", "wide"])
-@pytest.mark.parametrize("rho", [0.0, 0.7])
-def test_batched_direction_is_two_loop_per_agent(d, rho):
-    """Agents with different numbers of pairs, some beyond the memory, asked for in subsets."""
+@pytest.mark.parametrize(("d", "block"), [(6, 1 << 22), (6, 100), (1 << 13, 1 << 22)], ids=["narrow", "blocks", "wide"])
+@pytest.mark.parametrize(("rho", "kept_as"), [(0.0, F64), (0.7, F64), (0.7, torch.bfloat16)])
+def test_batched_direction_is_two_loop_per_agent(d, block, rho, kept_as, monkeypatch):
+    """Agents with different numbers of pairs, some beyond the memory, asked for in subsets; of the vectors as kept."""
+    monkeypatch.setattr("caden.solvers._lbfgs._BLOCK", block)
     rng, memory, k = np.random.default_rng(0), 4, 5
     counts = [0, 1, 3, 4, 9]
-    pairs = no_pairs(torch.zeros(k, d, dtype=F64), memory)
+    pairs = no_pairs(torch.zeros(k, d, dtype=F64), memory, kept_as)
     lists = [[] for _ in range(k)]
     for n in range(max(counts)):
         for i in range(k):
             if n < counts[i]:
                 s = rng.normal(size=d)
                 y_f = s * np.linspace(0.5, 2, d) + 0.01 * rng.normal(size=d)
+                s, y_f = (torch.tensor(v).to(kept_as).double().numpy() for v in (s, y_f))
                 pairs.write(torch.tensor([i]), torch.tensor(s)[None], torch.tensor(y_f)[None])
                 lists[i].append((s, y_f + rho * s))
         rows = torch.arange(k)
@@ -300,7 +302,21 @@ def test_a_stall_does_not_make_later_rounds_timid():
     assert again.memory.gradient.norm() < 0.5
 
 
+def test_pairs_kept_in_half_the_memory_do_as_well(quadratic, graph):
+    """Rounded pairs make a slightly different matrix, not a different answer."""
+    for storage, dtype in (("full", F64), ("bfloat16", torch.bfloat16)):
+        solver = lbfgs(storage=storage)
+        assert solver.init(quadratic, torch.zeros(20, 5, dtype=F64), None).vectors.dtype == dtype
+        end = caden.simulate(caden.methods.caden(mu_z=1.0, solver=solver), quadratic, graph, 300, record_every=300)
+        assert float((end.x - quadratic.solution).abs().max()) < 1e-8
+
+
 def test_bad_parameters():
-    for make in (lambda: lbfgs(memory=0), lambda: lbfgs(line_search="wolf"), lambda: lbfgs(carry="yes")):
+    for make in (
+        lambda: lbfgs(memory=0),
+        lambda: lbfgs(line_search="wolf"),
+        lambda: lbfgs(carry="yes"),
+        lambda: lbfgs(storage="int8"),
+    ):
         with pytest.raises(caden.CadenError):
             make()

@@ -67,14 +67,14 @@ class _Clocked:
         return getattr(self._problem, name)
 
 
-class _Rounds:
+class Rounds:
     """A method in the middle of a run; calling it does one more round and gives its seconds."""
 
-    def __init__(self, method: Method, problem: Any, graph: Graph):
+    def __init__(self, method: Method, problem: Any, graph: Graph, start: Tensor | None = None):
         self.method, self.problem, self.index = method, problem, -1
         self.network = Stacked(graph, problem, Draw(0, graph.agents), may_sleep=False)
         self.awake, self.work = torch.ones(graph.agents, dtype=torch.bool), torch.full((graph.agents,), STEPS)
-        self.state = method.init(start_point(problem, None), self._context())
+        self.state = method.init(start_point(problem, start), self._context())
 
     def _context(self) -> Any:
         return self.network.round(self.index, self.awake, self.work, self.problem)
@@ -96,7 +96,7 @@ def paper(repeats: int) -> Iterator[Measure]:
     a, b, c = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE), torch.empty(SIDE, SIDE)
     gradients, rounds, rest = list[float](), list[float](), dict[bool, list[float]]()
     for carry in (True, False):
-        run = _Rounds(methods.caden(mu_z=MU, solver=solvers.lbfgs(carry=carry)), clocked, graph)
+        run = Rounds(methods.caden(mu_z=MU, solver=solvers.lbfgs(carry=carry)), clocked, graph)
         for _ in range(3):  # fill the memory, warm the caches
             run()
         for _ in range(repeats):
@@ -196,7 +196,7 @@ def small(repeats: int) -> Iterator[Measure]:
         case = make(*size)
         graph = graphs.ring(size[0])
         _gate(name, case, graph)
-        ours = _Rounds(methods.caden(mu_z=MU), case.problem, graph)
+        ours = Rounds(methods.caden(mu_z=MU), case.problem, graph)
         theirs = _ByHand(case, graph, _lbfgs, 1)
         for _ in range(3):
             ours(), theirs()
@@ -207,14 +207,14 @@ def small(repeats: int) -> Iterator[Measure]:
 def _gate(name: str, case: Case, graph: Graph) -> None:
     """Gradient descent must give the same iterates; L-BFGS, whose first step differs, nearly the same objective."""
     step = 0.05
-    descent = _Rounds(methods.caden(mu_z=MU, solver=solvers.gd(step)), case.problem, graph)
+    descent = Rounds(methods.caden(mu_z=MU, solver=solvers.gd(step)), case.problem, graph)
     byhand = _ByHand(case, graph, lambda v: torch.optim.SGD(v, lr=step), STEPS)
     for _ in range(3):
         descent(), byhand()
     apart = float((descent.state.x - byhand.rows()).abs().max())
     if not apart < (1e-9 if case.problem.dtype == torch.float64 else 1e-4):
         raise RunError(f"{name}: gradient descent differs from the loop by {apart:.1e}.")
-    ours = _Rounds(methods.caden(mu_z=MU), case.problem, graph)
+    ours = Rounds(methods.caden(mu_z=MU), case.problem, graph)
     theirs = _ByHand(case, graph, _lbfgs, 1)
     for _ in range(10):
         ours(), theirs()
@@ -233,7 +233,7 @@ def many(repeats: int) -> Iterator[Measure]:
             graph = graphs.ring(agents) if kind == "ring" else graphs.regular(agents, 4)
             before = forget_peak()
             problem = problems.logistic(agents=agents, samples=1, dim=1000, dtype=torch.float32, batching="bmm")
-            run = _Rounds(methods.caden(mu_z=MU), problem, graph)
+            run = Rounds(methods.caden(mu_z=MU), problem, graph)
             started = time.perf_counter() - began
             run()
             times[agents] = [run() / len(graph.edges) for _ in range(repeats)]

@@ -9,6 +9,8 @@ network's business.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,7 +19,8 @@ from torch import Tensor
 from caden.graphs import Graph
 
 
-class Edges(NamedTuple):
+@dataclass(frozen=True)
+class Edges:
     """The edges of hosted agents; edge e joins rows `first[e]` and `second[e]`.
 
     Rows from `agents` on stand for agents of other processes that are known here by their messages. An edge to such an
@@ -51,11 +54,14 @@ class Edges(NamedTuple):
 
         The given ones (e,), else Metropolis weights of the awake subgraph, 1 / (1 + larger number of awake neighbours).
         """
-        both = (self.awake_first & self.awake_second).to(like.dtype)
-        if weights is not None:
-            return both * weights.reshape(-1, 1).to(both)
-        degree = self.awake_degree.to(like.dtype)
-        return both / (1 + torch.maximum(degree[self.first], degree[self.second]))
+        if weights is None:
+            return self._metropolis.to(like.dtype)
+        return (self.awake_first & self.awake_second) * weights.reshape(-1, 1).to(like)
+
+    @cached_property
+    def _metropolis(self) -> Tensor:
+        both = (self.awake_first & self.awake_second).double()
+        return both / (1 + torch.maximum(self.awake_degree[self.first], self.awake_degree[self.second]))
 
     def owner(self) -> Tensor:
         """(2e,) the row that owns each arc: arc e belongs to `first[e]`, arc e + |E| to `second[e]`.

@@ -7,6 +7,7 @@ and the initial exchange is free (the paper does not count it either). Nothing i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -191,6 +192,23 @@ class Stacked:
         self.known[channel], self.known[f"{channel}.newest"] = known, newest
         return known, came
 
+    def _meet(self, index: int, awake: Tensor) -> tuple[Edges, int]:
+        """The edges of a round in which the agents `awake` (m, 1) take part, and how many ends of edges speak."""
+        both = awake[self.ends]  # (2, |E|, 1)
+        if self._links is not None and index >= 0:
+            both = both & self._links(index).to(both.device).unsqueeze(1)
+        degree = torch.zeros(len(awake), 1, dtype=torch.int64, device=both.device)
+        for end in self.ends:
+            degree.index_add_(0, end, both.all(0).long())
+        first, second = both[:, self._edges]
+        elsewhere = len(self.rows) - len(self.hosted)
+        edges = Edges(self.first, self.second, first, second, len(self.hosted), degree[self.rows], elsewhere)
+        return edges, int(both.sum())
+
+    @cached_property
+    def _all_meet(self) -> tuple[Edges, int]:
+        return self._meet(-1, torch.ones(self._graph.agents, 1, dtype=torch.bool, device=self.ends.device))
+
     def round(
         self, index: int, active: Tensor, work: Tensor, problem: Problem, curvature: Tensor | None = None
     ) -> Round:
@@ -198,18 +216,9 @@ class Stacked:
         model, by_arc = self._messages, self._messages.unreliable or self._links is not None
         everybody = active.to(problem.device).unsqueeze(1)  # (m, 1)
         awake = everybody[self.rows[: len(self.hosted)]]  # (k, 1)
-        both = everybody[self.ends]  # (2, |E|, 1)
-        if self._links is not None and index >= 0:
-            both = both & self._links(index).to(problem.device).unsqueeze(1)
-        sending = int(both.sum())
-        degree = torch.zeros(len(everybody), 1, dtype=torch.int64, device=problem.device)
-        for end in self.ends:
-            degree.index_add_(0, end, both.all(0).long())
-        first, second = both[:, self._edges]
-        elsewhere = len(self.rows) - len(self.hosted)
-        edges = Edges(self.first, self.second, first, second, len(self.hosted), degree[self.rows], elsewhere)
-        spoke = torch.cat([second, first])  # (2e, 1) bool at each arc's owner: its peer speaks
         everyone = bool(active.all())
+        edges, sending = self._meet(index, everybody) if self._links or not everyone else self._all_meet
+        first, second = edges.awake_first, edges.awake_second
         exchanges = 0
 
         def count(messages: int, numbers: int, size: int) -> None:
@@ -245,7 +254,7 @@ class Stacked:
             if by_arc:
                 peers, own = rows[torch.cat([self.second, self.first])], rows[edges.owner()]
                 # Of a peer that was never heard an agent knows nothing but itself.
-                known, came = self._deliver(channel, turn, index, peers, spoke, own)
+                known, came = self._deliver(channel, turn, index, peers, torch.cat([second, first]), own)
                 fresh = came & torch.cat([first, second])
                 return ArcHeard(rows, known, fresh, edges, agreed=index < 0 or not model.unreliable)
             fresh = self._reach(public, active)
@@ -261,6 +270,7 @@ class Stacked:
             turn = number()
             messages = encode(f"exchange{turn}", messages, torch.cat([first, second]), sending)
             received = self._swap(messages, active)
+            spoke = torch.cat([second, first])  # (2e, 1) bool at each arc's owner: its peer speaks
             if not model.unreliable:
                 return received, spoke
             return self._deliver(f"exchange{turn}", turn, index, received, spoke, received)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Round
+from caden.rows import index, pick
 
 
 def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,11 +20,11 @@ def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[T
 
 def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
     """`work[i]` steps v <- v - step (grad f_i(v) + correction_i) from x; agents with no work stay."""
-    v = x.clone()
+    v = x
     for iteration in range(int(round.work.max())):
-        rows = (round.work > iteration).nonzero().flatten()
-        gradient = round.problem.value_and_grad(v[rows], rows)[1]
-        v[rows] -= step * (gradient + correction[rows])
+        rows = index(round.work > iteration)
+        pull = round.problem.value_and_grad(pick(v, rows), rows)[1] + pick(correction, rows)
+        v = v.sub(pull, alpha=step) if rows is None else v.index_add(0, rows, pull, alpha=-step)
     return v
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import positive, whole
 from caden.methods._first_order import awake, refresh
-from caden.solvers._iterate import dot
+from caden.rows import dot
 from caden.solvers._lbfgs import Pairs, direction, no_pairs
 from caden.theory import smoothness
 

@@ -8,6 +8,7 @@ version t what the sender's step t said.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -136,7 +137,7 @@ class Free(Peer):
             if j not in members:  # both ends become the row of the absent, which no sum returns
                 edge = arc % len(first)
                 first[edge] = second[edge] = 1 + self.neighbours.index(j)
-        edges = base.edges._replace(first=first, second=second)
+        edges = replace(base.edges, first=first, second=second)
 
         def letters() -> dict[int, Tensor]:
             """What came since the last time."""

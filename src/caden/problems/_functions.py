@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from caden.errors import CadenError, whole
+from caden.rows import listed
 
 Function = Callable[[Tensor], Tensor]
 
@@ -19,17 +20,14 @@ class Functions:
         self.functions = list(functions)
         self.agents, self.dim, self.dtype, self.device = len(self.functions), dim, dtype, device
 
-    def _at(self, rows: Tensor | None) -> list[int]:
-        return list(range(self.agents)) if rows is None else rows.tolist()
-
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         points = [row.detach().requires_grad_() for row in x]
-        values = [self.functions[i](point) for i, point in zip(self._at(rows), points, strict=True)]
+        values = [self.functions[i](point) for i, point in zip(listed(rows, self.agents), points, strict=True)]
         gradients = [torch.autograd.grad(value, point)[0] for value, point in zip(values, points)]
         return torch.stack(values).detach(), torch.stack(gradients)
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        pairs = zip(self._at(rows), x, v, strict=True)
+        pairs = zip(listed(rows, self.agents), x, v, strict=True)
         hvp = torch.autograd.functional.hvp
         products = [hvp(self.functions[i], row, u)[1] for i, row, u in pairs]  # type: ignore[no-untyped-call]
         return torch.stack(products)

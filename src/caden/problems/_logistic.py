@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 
 from caden.errors import CadenError, number, whole
 from caden.parallel import each, fastest
+from caden.rows import listed, pick
 
 
 class Logistic:
@@ -25,31 +26,12 @@ class Logistic:
         self.agents, _, self.dim = signed.shape
         self.dtype, self.device = signed.dtype, signed.device
         zero = signed.new_zeros(self.agents, self.dim)
-        self.batching = fastest(batching, ("bmm", "loop"), lambda way: self._products(zero, None, way))
-
-    def _products(self, x: Tensor, rows: Tensor | None, way: str | None = None) -> tuple[Tensor, Any]:
-        """Margins (k', n), and the function that maps sample weights (k', n) to gradients (k', d)."""
-        if (way or self.batching) == "bmm":
-            data = self.signed if rows is None else self.signed[rows]
-            margins = torch.bmm(data, x.unsqueeze(2)).squeeze(2)
-            return margins, lambda w: torch.bmm(w.unsqueeze(1), data).squeeze(1)
-        at = list(range(self.agents)) if rows is None else rows.tolist()
-        margins = x.new_empty(len(at), self.signed.shape[1])
-        each(lambda a: torch.mv(self.signed[at[a]], x[a], out=margins[a]), range(len(at)))
-
-        def back(w: Tensor) -> Tensor:
-            out = torch.empty_like(x)
-            each(lambda a: torch.mv(self.signed[at[a]].t(), w[a], out=out[a]), range(len(at)))
-            return out
-
-        return margins, back
+        self.batching = fastest(batching, ("bmm", "loop"), lambda way: self._losses(zero, None, way))
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        share = self.share if rows is None else self.share[rows]
-        margins, back = self._products(x, rows)
-        value, gradient = (share * softplus(-margins)).sum(1), back(-share * torch.sigmoid(-margins))
+        value, gradient = self._losses(x, rows, self.batching)
         if self.l2:
-            value += self.l2 / 2 * torch.linalg.vector_norm(x, dim=1) ** 2
+            value += self.l2 / 2 * torch.linalg.vecdot(x, x)
             gradient.add_(x, alpha=self.l2)
         if self.alpha:
             square = x * x
@@ -58,21 +40,43 @@ class Logistic:
             gradient += 2 * self.alpha * x * bounded**2
         return value, gradient
 
+    def _losses(self, x: Tensor, rows: Tensor | None, way: str) -> tuple[Tensor, Tensor]:
+        """The data's part of the values and gradients; agent by agent, each one's data are read while in the cache."""
+        if way == "bmm":
+            return _loss(pick(self.signed, rows), pick(self.share, rows), x)
+        at = listed(rows, self.agents)
+        value, gradient = x.new_empty(len(at)), torch.empty_like(x)
+
+        def one(a: int) -> None:
+            value[a], gradient[a] = _loss(self.signed[at[a]], self.share[at[a]], x[a])
+
+        each(one, range(len(at)))
+        return value, gradient
+
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        share = self.share if rows is None else self.share[rows]
-        slope = torch.sigmoid(self._products(x, rows)[0])
-        along, back = self._products(v, rows)
+        data = pick(self.signed, rows)
+        slope = torch.sigmoid(_times(data, x))
         square = x * x
         curved = 2 * self.alpha * (1 - 3 * square) / (1 + square) ** 3 + self.l2
-        product: Tensor = back(share * slope * (1 - slope) * along)
-        return product + curved * v
+        return _times(data.mT, pick(self.share, rows) * slope * (1 - slope) * _times(data, v)) + curved * v
 
     def take(self, agents: list[int]) -> Logistic:
         return Logistic(self.signed[agents], self.share[agents], self.alpha, self.l2, self.batching)
 
     def evaluate(self, x: Tensor) -> dict[str, Tensor]:
-        right = (self._products(x, None)[0] > 0).to(self.dtype)
+        right = (_times(self.signed, x) > 0).to(self.dtype)
         return {"accuracy": (self.share * right).sum(1)}
+
+
+def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """(..., n, d), (..., d) -> (..., n)"""
+    return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
+
+
+def _loss(data: Tensor, share: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """sum of share log(1 + exp(-data x)), and its gradient; of one agent, or of many in a leading dimension."""
+    against = -_times(data, x)
+    return torch.linalg.vecdot(share, softplus(against)), _times(data.mT, -share * torch.sigmoid(against))
 
 
 def logistic(

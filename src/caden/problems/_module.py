@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from caden.data import Partition, partition_from_spec
 from caden.errors import CadenError, choose, whole
 from caden.parallel import each, fastest
+from caden.rows import listed, pick
 from caden.schedules import Draw
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -141,13 +142,13 @@ class Module:
         return self._evaluate_with(self.batching, x, rows)
 
     def _evaluate_with(self, way: str, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        at = list(range(self.agents)) if rows is None else rows.tolist()
+        at = listed(rows, self.agents)
         value, gradient = x.new_empty(len(at)), torch.empty_like(x)
         if way == "vmap":
             self._batched(x, at, value, gradient)
         else:
             each(lambda a: self._one(x[a], at[a], value[a], gradient[a]), range(len(at)))
-        scale = self.scale if rows is None else self.scale[rows]
+        scale = pick(self.scale, rows)
         return value.mul_(scale), gradient if self._unscaled else gradient.mul_(scale[:, None])
 
     def _one(self, row: Tensor, agent: int, value: Tensor, gradient: Tensor) -> None:
@@ -192,7 +193,7 @@ class Module:
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         out = torch.empty_like(x)
-        for a, agent in enumerate(range(self.agents) if rows is None else rows.tolist()):
+        for a, agent in enumerate(listed(rows, self.agents)):
             inputs, targets = self.shards[agent]
             row = x[a].detach().requires_grad_()
             with torch.enable_grad():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from caden.errors import CadenError, positive, whole
+from caden.rows import pick
 
 
 class Quadratic:
@@ -25,12 +26,12 @@ class Quadratic:
         return minimiser
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        linear = self.linear if rows is None else self.linear[rows]
+        linear = pick(self.linear, rows)
         product = self.hvp(x, x, rows)
         return torch.linalg.vecdot(x, product / 2 - linear), product - linear
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        hessian = self.hessian if rows is None else self.hessian[rows]
+        hessian = pick(self.hessian, rows)
         return torch.bmm(hessian, v.unsqueeze(2)).squeeze(2)
 
     def take(self, agents: list[int]) -> Quadratic:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, number, positive
-from caden.solvers._iterate import Iterate, Memory, index, pick, start
+from caden.rows import index, pick
+from caden.solvers._iterate import Iterate, Memory, start
 
 
 def adam(step: float = 5e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> LocalSolver:

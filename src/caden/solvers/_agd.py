@@ -10,8 +10,9 @@ from torch import Tensor
 
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import positive
+from caden.rows import index, pick
 from caden.solvers._gd import gd
-from caden.solvers._iterate import Iterate, Memory, index, pick
+from caden.solvers._iterate import Iterate, Memory
 
 
 def agd(step: float | None = None) -> LocalSolver:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError
-from caden.solvers._iterate import Iterate, Memory, index, pick, start
+from caden.rows import index, pick
+from caden.solvers._iterate import Iterate, Memory, start
 
 
 def exact() -> LocalSolver:

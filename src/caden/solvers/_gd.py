@@ -6,7 +6,8 @@ from torch import Tensor
 
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import positive
-from caden.solvers._iterate import Iterate, Memory, index, pick, start
+from caden.rows import index, pick
+from caden.solvers._iterate import Iterate, Memory, start
 from caden.theory import smoothness
 
 

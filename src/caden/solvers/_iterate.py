@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Objective, Problem
+from caden.rows import dot, norm, pick
 
 
 class Memory(NamedTuple):
@@ -27,32 +28,6 @@ def start(problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
     value, gradient = problem.value_and_grad(x)
     known = torch.zeros_like(value) if curvature is None else curvature.to(value)
     return Memory(value, gradient, known)
-
-
-def index(mask: Tensor) -> Tensor | None:
-    """Rows where `mask` holds; None stands for all of them, which needs no copies."""
-    return None if bool(mask.all()) else mask.nonzero().flatten()
-
-
-def pick(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    """Rows of a tensor; the tensor itself for None."""
-    return tensor if rows is None else tensor[rows]
-
-
-WIDE = 1 << 13  # rows at least this long are worth a call each; shorter ones are handled together
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Row by row inner products, (k, d) x (k, d) -> (k,)."""
-    if a.shape[1] < WIDE:
-        return (a * b).sum(1)
-    return torch.stack([torch.dot(u, v) for u, v in zip(a, b)])
-
-
-def norm(a: Tensor) -> Tensor:
-    """Row by row Euclidean norms, (k, d) -> (k,)."""
-    norms: Tensor = torch.linalg.vector_norm(a, dim=1)
-    return norms
 
 
 class Trial(NamedTuple):

@@ -16,6 +16,7 @@ when a pair is used, in coefficients. So the memory stays valid when phi, the an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +26,11 @@ from torch import Tensor
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, choose, number, whole
 from caden.parallel import each
-from caden.solvers._iterate import WIDE, Iterate, Memory, Trial, dot, index, norm, pick, start
+from caden.rows import WIDE, dot, index, listed, norm, pick
+from caden.solvers._iterate import Iterate, Memory, Trial, start
 
 _ARMIJO = 1e-4
+_BLOCK = 1 << 22  # numbers of the memory that are handled together
 _TRIALS = 3  # the direction, a shortened one, a safe gradient step
 
 
@@ -53,44 +56,53 @@ class Pairs(NamedTuple):
     def write(self, rows: Tensor | None, s: Tensor, y: Tensor) -> None:
         """Store a pair for each of the rows (all of them for None)."""
         at, slot = self.place(rows, 0)
-        if s.shape[1] < WIDE:
+        s, y = s.to(self.vectors.dtype), y.to(self.vectors.dtype)
+        if isinstance(at, slice) or s.shape[1] < WIDE:
             self.vectors[at, slot], self.vectors[at, self.memory + slot] = s, y
         else:
-            for a, (i, j) in enumerate(self._listed(at, slot)):
+            for a, (i, j) in enumerate(zip(at.tolist(), slot.tolist())):
                 self.vectors[i, j], self.vectors[i, self.memory + j] = s[a], y[a]
         self.stored[at] += 1
 
-    def _listed(self, at: Any, slot: Any) -> list[tuple[int, int]]:
-        count = len(self.vectors)
-        return [(i, slot) for i in range(count)] if isinstance(at, slice) else list(zip(at.tolist(), slot.tolist()))
+    def _blocks(self, rows: Tensor | None, like: Tensor, work: Callable[[slice, Tensor], object]) -> None:
+        """Call `work` on parts of the rows and their vectors, in `like`'s precision; wide rows come one by one."""
+        wide = like.shape[1] >= WIDE
+        size = 1 if wide else _BLOCK // self.vectors[0].numel()
+        if size >= len(like):
+            work(slice(None), pick(self.vectors, rows).to(like.dtype))
+            return
+        at = listed(rows, len(like)) if wide else []
+
+        def one(a: int) -> None:
+            part = slice(a, a + size)
+            mine = slice(at[a], at[a] + 1) if wide else part if rows is None else rows[part]  # a slice is not copied
+            work(part, self.vectors[mine].to(like.dtype))
+
+        each(one, range(0, len(like), size))
 
     def inner(self, rows: Tensor | None, g: Tensor) -> Tensor:
         """(k', 3, 2M) inner products of the newest s, the newest y and g with all stored vectors, in float64."""
         at, newest = self.place(rows, -1)
-        if g.shape[1] < WIDE:
-            fresh = torch.stack([self.vectors[at, newest], self.vectors[at, self.memory + newest], g], dim=1)
-            return torch.bmm(fresh, pick(self.vectors, rows).mT).double()
-        out, listed = g.new_empty(len(g), 3, 2 * self.memory), self._listed(at, newest)
+        out = g.new_empty(len(g), 3, 2 * self.memory)
 
-        def one(a: int) -> None:
-            i, j = listed[a]
-            mine = self.vectors[i]
-            torch.mm(torch.stack([mine[j], mine[self.memory + j], g[a]]), mine.mT, out=out[a])
+        def one(part: slice, held: Tensor) -> None:
+            here: Any
+            if isinstance(at, slice):
+                here, slot = at, newest
+            elif len(held) == 1:
+                here, slot = slice(None), int(newest[part][0])
+            else:
+                here, slot = np.arange(len(held)), newest[part]
+            fresh = torch.stack([held[here, slot], held[here, self.memory + slot], g[part]], dim=1)
+            torch.bmm(fresh, held.mT, out=out[part])
 
-        each(one, range(len(listed)))
+        self._blocks(rows, g, one)
         return out.double()
 
     def combine(self, rows: Tensor | None, weights: Tensor, base: Tensor) -> Tensor:
         """base + sum_l weights_l vector_l, in place: (k', 2M), (k', d) -> (k', d)."""
-        weights = weights.to(base.dtype).unsqueeze(1)
-        if base.shape[1] < WIDE:
-            return base.unsqueeze(1).baddbmm_(weights, pick(self.vectors, rows)).squeeze(1)
-        at = list(range(len(base))) if rows is None else rows.tolist()
-
-        def one(a: int) -> None:
-            base[a : a + 1].addmm_(weights[a], self.vectors[at[a]])
-
-        each(one, range(len(at)))
+        weights, out = weights.to(base.dtype).unsqueeze(1), base.unsqueeze(1)
+        self._blocks(rows, base, lambda part, held: out[part].baddbmm_(weights[part], held))
         return base
 
 
@@ -105,11 +117,11 @@ class LBFGSMemory(NamedTuple):
     stored: Tensor
 
 
-def no_pairs(like: Tensor, memory: int) -> Pairs:
+def no_pairs(like: Tensor, memory: int, dtype: torch.dtype | None = None) -> Pairs:
     """Empty buffers for k agents."""
     k, d = like.shape
     gram = torch.zeros(k, 2 * memory, 2 * memory, dtype=torch.float64)
-    return Pairs(like.new_zeros(k, 2 * memory, d), gram, torch.zeros(k, dtype=torch.int64))
+    return Pairs(like.new_zeros(k, 2 * memory, d, dtype=dtype), gram, torch.zeros(k, dtype=torch.int64))
 
 
 def direction(pairs: Pairs, rows: Tensor | None, g: Tensor, rho: Tensor, scale: Tensor) -> Tensor:
@@ -167,7 +179,9 @@ def _solve(matrices: np.ndarray, vectors: np.ndarray) -> np.ndarray:
         return np.full_like(vectors, np.nan)
 
 
-def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True, eps: float = 0.0) -> LocalSolver:
+def lbfgs(
+    memory: int = 10, line_search: str = "backtrack", carry: bool = True, eps: float = 0.0, storage: str = "full"
+) -> LocalSolver:
     """A few L-BFGS steps on every agent's subproblem.
 
     An iteration tries the quasi-Newton step at full length; the first ever is a gradient step of 1/(rho_i + L_i). An
@@ -181,6 +195,8 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True, 
         carry: keep the pairs over rounds.
         eps: added to the curvature that the quasi-Newton matrix sees, which makes steps shorter; the first one is then
             1/(rho_i + eps).
+        storage: precision in which the pairs are kept: "full" (that of the parameters), "float32" or "bfloat16". Inner
+            products are those of the kept vectors, so the quasi-Newton matrix stays symmetric and positive definite.
     """
     whole("memory", memory, least=1)
     choose("line search", line_search, ("backtrack", "none"))
@@ -189,13 +205,16 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True, 
     if number("eps", eps) < 0:
         raise CadenError(f"`eps` must not be negative, got {eps}.")
 
+    choose("storage", storage, ("full", "float32", "bfloat16"))
+    kept = None if storage == "full" else getattr(torch, storage)
+
     def init(problem: Problem, x: Tensor, curvature: Tensor | None) -> LBFGSMemory:
-        return LBFGSMemory(*start(problem, x, curvature), *no_pairs(x, memory if carry else 0))
+        return LBFGSMemory(*start(problem, x, curvature), *no_pairs(x, memory if carry else 0, kept))
 
     def solve(objective: Objective, x: Tensor, work: Tensor, state: LBFGSMemory) -> Solved:
         now = Iterate(objective, x, Memory(*state[:3]), work)
         steps = int(work.max())
-        pairs = Pairs(*state[3:]) if carry else no_pairs(x, min(memory, max(steps - 1, 0)))
+        pairs = Pairs(*state[3:]) if carry else no_pairs(x, min(memory, max(steps - 1, 0)), kept)
         rejected = fallbacks = 0
         stalled: set[int] = set()
         everyone, common = torch.arange(len(x), device=x.device), int(work.min())
@@ -249,8 +268,8 @@ def lbfgs(memory: int = 10, line_search: str = "backtrack", carry: bool = True, 
         if stalled:  # the caution learnt there belongs to this solve
             now.curvature[list(stalled)] = state.curvature[list(stalled)]
         info = Info(now.value, now.gradient, rejected, fallbacks, tuple(sorted(stalled)))
-        kept_pairs = pairs if carry else no_pairs(x, 0)
-        return Solved(now.x, LBFGSMemory(now.value, now.gradient, now.curvature, *kept_pairs), info)
+        carried = pairs if carry else no_pairs(x, 0, kept)
+        return Solved(now.x, LBFGSMemory(now.value, now.gradient, now.curvature, *carried), info)
 
     return LocalSolver(init, solve, "lbfgs")
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, number, whole
-from caden.solvers._iterate import Iterate, Memory, dot, index, pick, start
+from caden.rows import dot, index, pick
+from caden.solvers._iterate import Iterate, Memory, start
 
 
 def conjugate_gradients(

@@ -1,0 +1,36 @@
+"""Small things on rows, which are agents; `rows` picks some of them, and None stands for all, which needs no copies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WIDE = 1 << 13  # rows at least this long are worth a call each; shorter ones are handled together
+
+
+def index(mask: Tensor) -> Tensor | None:
+    """Rows where `mask` holds."""
+    return None if bool(mask.all()) else mask.nonzero().flatten()
+
+
+def pick(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """Rows of a tensor; the tensor itself for None."""
+    return tensor if rows is None else tensor[rows]
+
+
+def listed(rows: Tensor | None, agents: int) -> list[int]:
+    """Their numbers."""
+    return list(range(agents)) if rows is None else rows.tolist()
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Row by row inner products, (k, d) x (k, d) -> (k,)."""
+    if a.shape[1] < WIDE:
+        return (a * b).sum(1)
+    return torch.stack([torch.dot(u, v) for u, v in zip(a, b)])
+
+
+def norm(a: Tensor) -> Tensor:
+    """Row by row Euclidean norms, (k, d) -> (k,)."""
+    norms: Tensor = torch.linalg.vector_norm(a, dim=1)
+    return norms
