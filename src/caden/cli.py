@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from caden import bench as benchmarks
-from caden import check, cluster, data, forecast, log, schedules
+from caden import check, cluster, data, forecast, log, schedules, show
 from caden.config import Experiment, experiment
 from caden.errors import CadenError, RunError, choose, positive, whole
 from caden.graphs import GRAPHS
@@ -52,62 +50,16 @@ JOBS = min(4, os.cpu_count() or 1)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
-def _show(result: Result, config: Experiment, as_json: bool) -> None:
-    """Print what a run gave."""
-    summary = result.summary()
-    if as_json:
-        whole = {
-            "summary": summary,
-            "history": result.rows,
-            "config": config.model_dump(exclude_none=True),
-            "directory": str(result.directory) if result.directory else None,
-        }
-        print(json.dumps(plain(whole)))
-        return
-    table = Table(
-        title=f"{config.method['name']} on {config.problem.get('data', config.problem['name'])}", min_width=44
-    )
-    table.add_column("measure")
-    table.add_column("value", justify="right")
-    if "accuracy" in summary:
-        table.add_row("final mean accuracy", f"{summary['accuracy']:.2%}")
-        table.add_row("best mean accuracy", f"{summary['best_accuracy']:.2%}")
-    if summary.get("target") is not None:
-        rounds, sent = summary["rounds_to_target"], summary["communications_to_target"]
-        table.add_row(f"rounds to {summary['target']:.0%}", "not reached" if rounds is None else f"{rounds}")
-        table.add_row(f"communications to {summary['target']:.0%}", "not reached" if sent is None else f"{sent:,}")
-    for key, name, form in (
-        ("objective", "sum of local losses", ".6g"),
-        ("relative_error", "relative error", ".3e"),
-        ("consensus", "distance from consensus", ".3e"),
-        ("dual_sum", "norm of the sum of duals", ".3e"),
-        ("round", "rounds", ","),
-        ("communications", "communications", ","),
-        ("gradients", "gradient evaluations", ","),
-        ("rejected", "rejected trial points", ","),
-        ("mu_z", "mu_z", ".4g"),
-        ("seconds", "seconds (without metrics)", ".2f"),
-    ):
-        if summary.get(key) is not None:
-            table.add_row(name, format(summary[key], form))
-    console = Console()
-    console.print(table)
-    if result.directory:
-        console.print(f"run directory: {result.directory}", soft_wrap=True)
-        if (result.directory / "curves.png").exists():
-            console.print(f"picture: {result.directory / 'curves.png'}", soft_wrap=True)
-
-
 def _carry_out(config: Experiment, directory: Path | None, resume: bool, as_json: bool, **options: Any) -> None:
     """Run, and show also what a failed run recorded."""
     try:
         result = config.run(directory, resume, **options)
     except RunError as error:
         if error.result is not None and as_json and cluster.rank() == 0:
-            _show(error.result, config, as_json)
+            show.result(error.result, config, as_json)
         raise
     if cluster.rank() == 0:
-        _show(result, config, as_json)
+        show.result(result, config, as_json)
 
 
 def _foretell(config: Experiment, as_json: bool) -> None:
@@ -198,29 +150,10 @@ def compare(
     if as_json:
         print(json.dumps(plain({"summaries": summaries, "failed": failed, "directory": str(out)})))
     else:
-        _show_comparison(summaries, config.target)
+        show.comparison(summaries, config.target)
         Console().print(f"picture: {out / 'compare.png'}", soft_wrap=True)
     if failed:
         raise RunError("; ".join(f"{name}: {why}" for name, why in failed.items()))
-
-
-def _show_comparison(summaries: dict[str, dict[str, Any]], target: float | None) -> None:
-    """A row per method; what the target took, where there is one."""
-    columns = {"relative_error": ("relative error", ".2e"), "communications": ("sent", ",")}
-    title = None
-    if any("accuracy" in summary for summary in summaries.values()):
-        columns = {"accuracy": ("final", ".2%"), "best_accuracy": ("best", ".2%")}
-        if target is not None:
-            title = f"mean accuracy, and what it took to reach {target:.0%}"
-            columns |= {"rounds_to_target": ("rounds", ","), "communications_to_target": ("sent", ",")}
-            columns |= {"gradients_to_target": ("gradients", ","), "seconds_to_target": ("seconds", ".1f")}
-    table = Table("method", title=title)
-    for heading, _ in columns.values():
-        table.add_column(heading, justify="right")
-    for name, summary in summaries.items():
-        cells = [summary.get(column) for column in columns]
-        table.add_row(name, *("-" if c is None else format(c, f) for c, (_, f) in zip(cells, columns.values())))
-    Console().print(table)
 
 
 @app.command()
@@ -253,38 +186,7 @@ def theory(file: File = None, settings: Settings = None, as_json: Json = False) 
     if as_json:
         print(json.dumps(plain(found)))
         return
-    _show_theory(found)
-
-
-def _show_theory(found: dict[str, Any]) -> None:
-    """Two columns for plain tables, the constants side by side."""
-    console = Console()
-
-    def text(value: Any) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    printed, derived = found.pop("constants, printed"), found.pop("constants, derived")
-    for title, table in found.items():
-        grid = Table(title=title, title_justify="left", show_header=False, min_width=60)
-        for key, value in table.items():
-            if title == "theorem 1":
-                have, need, holds = value
-                sign = "<=" if key == "r^tau" else ">="
-                grid.add_row(key, f"{have:.4g}", f"{sign} {need:.4g}", "holds" if holds else "does not hold")
-            elif isinstance(value, dict):
-                grid.add_row(key, ", ".join(f"{k} {text(v)}" for k, v in value.items()))
-            else:
-                grid.add_row(key, text(value))
-        console.print(grid)
-        if title == "corollary 1":
-            sides = Table("", "printed", "derived", title="constants of theorem 1", title_justify="left", min_width=60)
-            for key in printed:
-                if key != "bound follows":
-                    sides.add_row(key, text(printed[key]), text(derived[key]))
-            sides.add_row(
-                "", *("a bound follows" if t["bound follows"] else "no bound follows" for t in (printed, derived))
-            )
-            console.print(sides)
+    show.theory(found)
 
 
 @app.command()
@@ -332,14 +234,8 @@ def tune_(
     if as_json:
         print(json.dumps(plain({name: {"parameters": best[name], **t.record.summary} for name, t in found.items()})))
         return
-    table = Table("method", "best parameters", "rounds", "accuracy", title="tuned")
-    for name, tuned in found.items():
-        end = tuned.record.summary
-        took, accuracy = end.get("rounds_to_target"), end.get("best_accuracy")
-        said = ", ".join(f"{k}={v}" for k, v in tuned.parameters.items())
-        table.add_row(name, said, "-" if took is None else str(took), "-" if accuracy is None else f"{accuracy:.2%}")
     console = Console()
-    console.print(table)
+    console.print(show.tuned(found))
     console.print(f"all trials: {out / 'trials.csv'}", soft_wrap=True)
     again = f"caden compare {out / 'tuned.toml'} --methods {','.join(names)}"
     console.print(f"compare them on the test set: {again}", soft_wrap=True)
@@ -397,29 +293,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _about(thing: str | Callable[..., Any]) -> tuple[str, str]:
-    """Parameters and first line of the documentation."""
-    if isinstance(thing, str):
-        return "", thing
-    hidden = ("dtype", "device")
-    parameters = [
-        name if p.default is p.empty else f"{name}={p.default!r}"
-        for name, p in inspect.signature(thing).parameters.items()
-        if name not in hidden
-    ]
-    return ", ".join(parameters), (inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " ")
-
-
-def _policy(method: Callable[..., Any]) -> str:
-    """What a method does about silent neighbours: the sentence of its module that begins "Sleeping agents:"."""
-    for module in (method.__module__, "caden.methods._caden"):  # what has no module of its own is a form of CADEN
-        for paragraph in (sys.modules[module].__doc__ or "").split("\n\n"):
-            _, found, policy = " ".join(paragraph.split()).partition("Sleeping agents: ")
-            if found:
-                return f"Sleeping agents: {policy}"
-    return ""
-
-
 @app.command("list")
 def list_(
     kind: Annotated[str, typer.Argument(metavar="[KIND]")] = "all",
@@ -430,42 +303,21 @@ def list_(
     if measured:
         if kind != "methods":
             raise CadenError("`--check` goes with `caden list methods`.")
-        _check_methods(as_json)
+        console = Console(stderr=True)
+        found = dict(
+            track(
+                check.check(list(METHODS)), "checking", len(METHODS), console=console, disable=not console.is_terminal
+            )
+        )
+        print(json.dumps(plain(found)) if as_json else show.check_table(found))
         return
     kinds = list(KINDS) if kind == "all" else [choose("kind", kind, KINDS)]
-    found = {k: {name: _about(thing) for name, thing in sorted(KINDS[k].items())} for k in kinds}
     if as_json:
-        listed: dict[str, dict[str, dict[str, str]]] = {
-            k: {n: {"parameters": p, "about": a} for n, (p, a) in entries.items()} for k, entries in found.items()
-        }
-        for name, entry in listed.get("methods", {}).items():
-            entry["sleeping"] = _policy(METHODS[name])
-        print(json.dumps(listed))
+        print(json.dumps({k: show.entries(k, KINDS[k]) for k in kinds}))
         return
     console = Console()
-    for title, entries in found.items():
-        table = Table("name", "what it is", title=title, title_justify="left", expand=True, show_lines=True)
-        for name, (parameters, about) in entries.items():
-            policy = f"\n{_policy(METHODS[name])}" if title == "methods" else ""
-            table.add_row(name, about + policy + (f"\n[dim]{parameters}[/dim]" if parameters else ""))
-        console.print(table)
-
-
-def _check_methods(as_json: bool) -> None:
-    """Distances from the minimiser of a strongly convex problem, as Markdown or JSON."""
-    console = Console(stderr=True)
-    found = {}
-    for name, row in track(
-        check.check(list(METHODS)), "checking", len(METHODS), console=console, disable=not console.is_terminal
-    ):
-        found[name] = row
-    if as_json:
-        print(json.dumps(plain(found)))
-        return
-    print("| method | " + " | ".join(check.SETTINGS) + " |")
-    print("|---|" + "---|" * len(check.SETTINGS))
-    for name, row in found.items():
-        print(f"| {name} | " + " | ".join(check.verdict(value) for value in row.values()) + " |")
+    for k in kinds:
+        console.print(show.listing(k, KINDS[k]))
 
 
 @app.command()
@@ -487,14 +339,7 @@ def bench(
     if as_json:
         print(json.dumps({m.name: {"ratios": m.ratios, "goal": m.goal, "met": m.met} for m in found}))
         return
-    table = Table(title="speed as ratios", padding=0)
-    for column in ("ratio of times or sizes", "median", "least", "most", "goal", "last"):
-        table.add_column(column, justify="left" if column.startswith("ratio") else "right")
-    for m in found:
-        numbers = [f"{value:.3g}" for value in (m.median, min(m.ratios), max(m.ratios))]
-        before = f"{last[m.name]:.3g}" if m.name in last else ""
-        table.add_row(m.name, *numbers, f"{m.goal} {'met' if m.met else 'not met'}", before)
-    Console().print(table)
+    Console().print(show.speed(found, last))
 
 
 @data_app.command("list")

@@ -1,0 +1,75 @@
+"""From MNIST's raw files to 93 % mean test accuracy: CADEN as it comes, against gradient tracking and ADAPD as tuned by
+`caden reproduce tuned` (docs/results), one after the other in one process.
+
+    python benchmarks/time_to_accuracy.py [--repeats 3] [--also]
+
+Seconds are those of reading the files, building, local training before the start and the rounds; not of measuring the
+accuracy. `--also` adds other ways to run CADEN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from caden.config import experiment
+
+CADEN = "CADEN, default parameters"
+RIVALS = {
+    "GT, tuned": ["method.name=gt", "method.alpha=0.328"],
+    "ADAPD, tuned": ["method.name=adapd", "method.eta=16.9", 'method.solver.name="adam"'],
+}
+OTHERS = {
+    "CADEN, tuned": ["method.mu_z=0.0639", "method.relax=0.7"],
+    "CADEN, 8 local steps": ["local_steps=8"],
+    "CADEN, no training before": ["warmup.steps=0"],
+    "CADEN, batches of 500": ["problem.batch=500", "rounds=60"],
+    "CADEN, batches of 1000": ["problem.batch=1000", "rounds=60"],
+}
+VECTOR = 101_632 * 4  # bytes
+
+
+def once(settings: list[str]) -> dict[str, Any]:
+    began = time.perf_counter()
+    common = ["problem.data=mnist", "problem.batching=loop", "rounds=100", "target=0.93", "stop_at_target=true"]
+    config = experiment(settings=[*common, *settings])
+    _, *built = config.build()
+    start = time.perf_counter() - began
+    last = config.run(built=(built[0], built[1]), progress=False).summary()
+    return {**last, "all_seconds": start + last["seconds"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--also", action="store_true")
+    given = parser.parse_args()
+    cases = {CADEN: [], **RIVALS, **(OTHERS if given.also else {})}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+    for _ in range(given.repeats):
+        for name, settings in cases.items():
+            found[name].append(once(settings))
+    print(f"{'':28}{'rounds':>8}{'vectors':>9}{'gradients':>11}{'seconds of CADEN':>20}")
+    for name, runs in found.items():
+        ratios = [r["all_seconds"] / c["all_seconds"] for r, c in zip(runs, found[CADEN])]
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})"
+        row = runs[0]
+        rounds = row["rounds_to_target"] or "never"
+        print(f"{name:28}{rounds!s:>8}{row['communications']:>9,}{row['gradients']:>11,}{spread:>20}")
+    for name in RIVALS:
+        mine, theirs = found[CADEN], found[name]
+        vectors = mine[0]["communications"] / theirs[0]["communications"]
+        seconds = statistics.median(c["all_seconds"] / r["all_seconds"] for c, r in zip(mine, theirs))
+        print(f"CADEN over {name}: {vectors:.2f} of the vectors, {seconds:.2f} of the time without a network; ", end="")
+        later = statistics.median(c["all_seconds"] - r["all_seconds"] for c, r in zip(mine, theirs))
+        if later <= 0:
+            print("faster at any bandwidth.")
+        else:  # seconds + vectors per directed edge x bytes / bandwidth are equal
+            fewer = (theirs[0]["communications"] - mine[0]["communications"]) / 74 * VECTOR * 8
+            print(f"faster below {fewer / later / 1e6:,.0f} Mbit/s per edge.")
+
+
+if __name__ == "__main__":
+    main()
