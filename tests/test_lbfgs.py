@@ -302,6 +302,29 @@ def test_a_stall_does_not_make_later_rounds_timid():
     assert again.memory.gradient.norm() < 0.5
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        caden.problems.quadratic(agents=20, dim=5, seed=3),
+        caden.problems.logistic(agents=20, dim=5, batching="loop"),
+        caden.problems.classification(
+            caden.problems.mlp(6, 3, 4), (torch.randn(400, 6), torch.arange(400) % 3), agents=20, batching="loop"
+        ),
+    ],
+    ids=["quadratic", "logistic", "network"],
+)
+def test_blocks_of_agents_give_the_same_bits(problem, graph, monkeypatch):
+    """With sleepers and unequal work; 6 of 20 agents at a time, the last block smaller; counts add up."""
+    runs = []
+    for numbers in (1 << 21, 6 * problem.dim + 2):
+        monkeypatch.setattr("caden.solvers._blocks._NUMBERS", numbers)
+        method = caden.methods.caden(mu_z=0.5, solver=lbfgs(memory=3))
+        runs.append(caden.simulate(method, problem, graph, 12, participation=0.7, local_steps=[1, 2, 3, 4] * 5))
+    assert torch.equal(runs[0].x, runs[1].x)
+    assert runs[0].rows[-1]["gradients"] == runs[1].rows[-1]["gradients"]
+    assert runs[0].rows[-1]["rejected"] == runs[1].rows[-1]["rejected"]
+
+
 def test_pairs_kept_in_half_the_memory_do_as_well(quadratic, graph):
     """Rounded pairs make a slightly different matrix, not a different answer."""
     for storage, dtype in (("full", F64), ("bfloat16", torch.bfloat16)):

@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 
 from caden.errors import CadenError, number, whole
 from caden.parallel import each, fastest
-from caden.rows import listed, pick
+from caden.rows import listed, pick, window
 
 
 class Logistic:
@@ -43,7 +43,7 @@ class Logistic:
     def _losses(self, x: Tensor, rows: Tensor | None, way: str) -> tuple[Tensor, Tensor]:
         """The data's part of the values and gradients; agent by agent, each one's data are read while in the cache."""
         if way == "bmm":
-            return _loss(pick(self.signed, rows), pick(self.share, rows), x)
+            return _loss(window(self.signed, rows), pick(self.share, rows), x)
         at = listed(rows, self.agents)
         value, gradient = x.new_empty(len(at)), torch.empty_like(x)
 
@@ -54,7 +54,7 @@ class Logistic:
         return value, gradient
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        data = pick(self.signed, rows)
+        data = window(self.signed, rows)
         slope = torch.sigmoid(_times(data, x))
         square = x * x
         curved = 2 * self.alpha * (1 - 3 * square) / (1 + square) ** 3 + self.l2

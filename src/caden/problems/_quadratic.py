@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from caden.errors import CadenError, positive, whole
-from caden.rows import pick
+from caden.rows import pick, window
 
 
 class Quadratic:
@@ -31,7 +31,7 @@ class Quadratic:
         return torch.linalg.vecdot(x, product / 2 - linear), product - linear
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        hessian = pick(self.hessian, rows)
+        hessian = window(self.hessian, rows)
         return torch.bmm(hessian, v.unsqueeze(2)).squeeze(2)
 
     def take(self, agents: list[int]) -> Quadratic:

@@ -27,6 +27,7 @@ from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, choose, number, whole
 from caden.parallel import each
 from caden.rows import WIDE, dot, index, listed, norm, pick
+from caden.solvers._blocks import in_blocks
 from caden.solvers._iterate import Iterate, Memory, Trial, start
 
 _ARMIJO = 1e-4
@@ -271,7 +272,7 @@ def lbfgs(
         carried = pairs if carry else no_pairs(x, 0, kept)
         return Solved(now.x, LBFGSMemory(now.value, now.gradient, now.curvature, *carried), info)
 
-    return LocalSolver(init, solve, "lbfgs")
+    return in_blocks(LocalSolver(init, solve, "lbfgs"))
 
 
 def _store(pairs: Pairs, now: Iterate, rows: Tensor | None, p: Tensor, seen: Trial) -> None:

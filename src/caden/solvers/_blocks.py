@@ -1,0 +1,60 @@
+"""A local solve holds a dozen vectors per agent for a while. Many agents, or large models, are therefore solved in
+blocks: the memory for those vectors is that of a block, and a block's stay in the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caden.core import Info, LocalSolver, Objective, Problem, Solved
+
+_NUMBERS = 1 << 21  # of x in a block; fewer agents at a time would cost more in calls than they save
+
+
+class _Some:
+    """The problem of consecutive agents."""
+
+    def __init__(self, problem: Problem, part: slice):
+        self._problem, self._rows = problem, torch.arange(part.start, part.stop)
+
+    def _named(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        return self._rows.to(x.device) if rows is None else rows + self._rows[0]
+
+    def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._problem.value_and_grad(x, self._named(x, rows))
+
+    def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        return self._problem.hvp(x, v, self._named(x, rows))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._problem, name)
+
+
+def in_blocks(solver: LocalSolver) -> LocalSolver:
+    """The same solver, on so many agents at a time; agents do not depend on each other within a round."""
+
+    def solve(objective: Objective, x: Tensor, work: Tensor, memory: Any) -> Solved:
+        size = max(1, _NUMBERS // x.shape[1])
+        if size >= len(x):
+            return solver.solve(objective, x, work, memory)
+        new, fields = torch.empty_like(x), list(memory)
+        rejected, fallbacks, stalled = 0, 0, list[int]()
+        for first in range(0, len(x), size):
+            part = slice(first, min(first + size, len(x)))
+            mine = Objective(_Some(objective.problem, part), objective.slope[part], objective.rho[part])
+            given = type(memory)(*(field[part] for field in memory))
+            new[part], kept, info = solver.solve(mine, x[part], work[part], given)
+            for i, (before, after) in enumerate(zip(given, kept)):
+                if after.data_ptr() == before.data_ptr():
+                    continue  # changed in place
+                if fields[i] is memory[i]:
+                    fields[i] = torch.empty_like(memory[i])
+                fields[i][part] = after
+            rejected, fallbacks = rejected + info.rejected, fallbacks + info.fallbacks
+            stalled += [first + i for i in info.stalled]
+        info = Info(fields[0], fields[1], rejected, fallbacks, tuple(stalled))
+        return Solved(new, type(memory)(*fields), info)
+
+    return solver._replace(solve=solve)
