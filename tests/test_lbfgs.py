@@ -317,7 +317,7 @@ def test_blocks_of_agents_give_the_same_bits(problem, graph, monkeypatch):
     """With sleepers and unequal work; 6 of 20 agents at a time, the last block smaller; counts add up."""
     runs = []
     for numbers in (1 << 21, 6 * problem.dim + 2):
-        monkeypatch.setattr("caden.solvers._blocks._NUMBERS", numbers)
+        monkeypatch.setattr("caden.solvers._blocks.NUMBERS", numbers)
         method = caden.methods.caden(mu_z=0.5, solver=lbfgs(memory=3))
         runs.append(caden.simulate(method, problem, graph, 12, participation=0.7, local_steps=[1, 2, 3, 4] * 5))
     assert torch.equal(runs[0].x, runs[1].x)

@@ -22,6 +22,7 @@ from caden.graphs import Graph, from_edges, regular
 from caden.methods import METHODS
 from caden.registry import make
 from caden.run import simulate, start_point
+from caden.solvers import _blocks
 
 _ROWS = 16  # agents of the miniature, if the real ones are more
 _BYTES = 8e6  # of one vector of all agents in the miniature
@@ -92,13 +93,16 @@ def vectors(config: Experiment, graph: Graph, problem: Problem) -> float:
         graph = regular(_ROWS, degree) if degree > 1 else graph
     size = torch.empty(0, dtype=problem.dtype).element_size()
     dim = min(problem.dim, max(10_000, int(_BYTES / graph.agents / size)))
+    share = min(1.0, _blocks.NUMBERS // problem.dim / problem.agents)  # of the agents that are solved at a time
+    block = max(1, round(share * graph.agents)) * dim
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        grown = pool.apply(_grown, (config.model_dump(), graph.agents, graph.edges.tolist(), dim, problem.dtype))
+        grown = pool.apply(_grown, (config.model_dump(), graph.agents, graph.edges.tolist(), dim, problem.dtype, block))
     return float(grown / (graph.agents * dim * size))
 
 
-def _grown(table: dict[str, Any], agents: int, edges: list[list[int]], dim: int, dtype: torch.dtype) -> int:
+def _grown(table: dict[str, Any], agents: int, edges: list[list[int]], dim: int, dtype: torch.dtype, block: int) -> int:
     """Bytes by which a small run makes this process larger than a tiny one did."""
+    _blocks.NUMBERS = block
     config, graph = Experiment.model_validate(table), from_edges(edges, agents)
     awake = config.participation if config.participation == 1.0 else 0.9
     steps = config.local_steps if isinstance(config.local_steps, int) else 5

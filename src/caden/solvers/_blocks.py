@@ -10,7 +10,7 @@ from torch import Tensor
 
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 
-_NUMBERS = 1 << 21  # of x in a block; fewer agents at a time would cost more in calls than they save
+NUMBERS = 1 << 21  # of x in a block; fewer agents at a time would cost more in calls than they save
 
 
 class _Some:
@@ -36,7 +36,7 @@ def in_blocks(solver: LocalSolver) -> LocalSolver:
     """The same solver, on so many agents at a time; agents do not depend on each other within a round."""
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Any) -> Solved:
-        size = max(1, _NUMBERS // x.shape[1])
+        size = max(1, NUMBERS // x.shape[1])
         if size >= len(x):
             return solver.solve(objective, x, work, memory)
         new, fields = torch.empty_like(x), list(memory)
