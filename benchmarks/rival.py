@@ -3,7 +3,7 @@
 It needs Python 3.13, so it runs as a process of its own:
 
     python3.13 -m venv rival && rival/bin/pip install decent-bench==0.3.0 torch==2.13.0
-    python benchmarks/rival.py --python rival/bin/python [--rounds 20] [--repeats 5]
+    python benchmarks/rival.py --python rival/bin/python [--rounds 20] [--repeats 5] [--only 20x10x50]
 
 Both sides start at the same point and do the same rounds; the iterates must agree before anything is timed.
 """
@@ -69,13 +69,15 @@ def answer(folder: Path) -> None:
         print(json.dumps(seconds), flush=True)
 
 
-def compare(python: str, rounds: int, repeats: int) -> None:
+def compare(python: str, rounds: int, repeats: int, only: str) -> None:
     import torch
 
     from caden import bench, graphs, methods
 
     ours = {"gt": methods.gt(STEP, form="semi_b"), "lt_admm": methods.lt_admm(STEP, BETA, rho=1.0, alpha=0.5)}
     for name, (make, size, _) in bench.CASES.items():
+        if only not in name:
+            continue
         problem = make(*size).problem
         start = torch.zeros(problem.dim, dtype=problem.dtype)
         if hidden := size[3] if len(size) > 3 else 0:
@@ -121,6 +123,7 @@ if __name__ == "__main__":
     parser.add_argument("--python", default="rival/bin/python", help="a Python 3.13 with decent-bench")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="part of the name of a size")
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    answer(asked.answer) if asked.answer else compare(asked.python, asked.rounds, asked.repeats)
+    answer(asked.answer) if asked.answer else compare(asked.python, asked.rounds, asked.repeats, asked.only)

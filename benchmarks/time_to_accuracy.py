@@ -24,6 +24,9 @@ RIVALS = {
 OTHERS = {
     "CADEN, tuned": ["method.mu_z=0.0639", "method.relax=0.7"],
     "CADEN, 8 local steps": ["local_steps=8"],
+    "CADEN, 12 local steps": ["local_steps=12"],
+    "ADAPD, tuned, 8 local steps": [*RIVALS["ADAPD, tuned"], "local_steps=8"],
+    "ADAPD, tuned, 12 local steps": [*RIVALS["ADAPD, tuned"], "local_steps=12"],
     "CADEN, no training before": ["warmup.steps=0"],
     "CADEN, batches of 500": ["problem.batch=500", "rounds=60"],
     "CADEN, batches of 1000": ["problem.batch=1000", "rounds=60"],
@@ -51,13 +54,13 @@ def main() -> None:
     for _ in range(given.repeats):
         for name, settings in cases.items():
             found[name].append(once(settings))
-    print(f"{'':28}{'rounds':>8}{'vectors':>9}{'gradients':>11}{'seconds of CADEN':>20}")
+    print(f"{'':30}{'rounds':>8}{'vectors':>9}{'gradients':>11}{'seconds of CADEN':>20}")
     for name, runs in found.items():
         ratios = [r["all_seconds"] / c["all_seconds"] for r, c in zip(runs, found[CADEN])]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})"
         row = runs[0]
         rounds = row["rounds_to_target"] or "never"
-        print(f"{name:28}{rounds!s:>8}{row['communications']:>9,}{row['gradients']:>11,}{spread:>20}")
+        print(f"{name:30}{rounds!s:>8}{row['communications']:>9,.0f}{row['gradients']:>11,}{spread:>20}")
     for name in RIVALS:
         mine, theirs = found[CADEN], found[name]
         vectors = mine[0]["communications"] / theirs[0]["communications"]

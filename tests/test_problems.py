@@ -338,3 +338,20 @@ def test_a_batch_of_everything_gives_the_run_without_batches(batching, solver):
     assert results[1].rows[-1]["gradients"] > results[0].rows[-1]["gradients"]
     small = caden.simulate(method, make_module(batching=batching, batch=2), graph, 5, participation=0.5)
     assert not torch.allclose(small.x, results[0].x)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_each_calls_every_item_once_and_hands_on_errors(threads):
+    from caden.parallel import each
+
+    before, called = torch.get_num_threads(), []
+    torch.set_num_threads(threads)
+    try:
+        each(called.append, range(50))
+        assert sorted(called) == list(range(50))
+        for bad in (0, 49):
+            with pytest.raises(ZeroDivisionError):
+                each(lambda i, bad=bad: 1 // (i - bad), range(50))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

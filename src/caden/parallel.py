@@ -7,8 +7,9 @@ import ctypes
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
 import torch
@@ -61,12 +62,27 @@ def each(function: Callable[[int], object], items: Iterable[int]) -> None:
         for item in items:
             function(item)
         return
-    pool = _workers(os.getpid(), threads)
+    pool = _workers(os.getpid(), threads - 1)
+    left = deque(items)  # taken from both ends: neighbours in memory go to one thread
+
+    def work(thread: int) -> None:
+        take = left.pop if thread % 2 else left.popleft
+        while left:
+            try:
+                item = take()
+            except IndexError:  # another was faster
+                return
+            function(item)
+
     torch.set_num_threads(1)  # the product library has one setting for all threads
+    helpers = [pool.submit(work, thread) for thread in range(1, threads)]
     try:
-        list(pool.map(function, items))
+        work(0)
     finally:
+        wait(helpers)
         torch.set_num_threads(threads)
+    for helper in helpers:
+        helper.result()
 
 
 def fastest(batching: str, ways: Sequence[str], evaluate: Callable[[str], object], repeats: int = 3) -> str:

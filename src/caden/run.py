@@ -41,7 +41,7 @@ class Counted:
 
     def __init__(self, problem: Problem):
         self._whole = self._now = problem
-        self.gradients = 0
+        self.gradients, self._lock = 0, threading.Lock()  # agents may be evaluated in threads
 
     def enter(self, round: int) -> Counted:
         """Mini-batches: the functions of a round are a sample of the whole."""
@@ -50,7 +50,8 @@ class Counted:
         return self
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self.gradients += len(x)
+        with self._lock:
+            self.gradients += len(x)
         return self._now.value_and_grad(x, rows)
 
     def __getattr__(self, name: str) -> Any:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Round
+from caden.parallel import each
 from caden.rows import index, pick
 
 
@@ -20,12 +21,27 @@ def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[T
 
 def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
     """`work[i]` steps v <- v - step (grad f_i(v) + correction_i) from x; agents with no work stay."""
+    if getattr(round.problem, "batching", "") == "loop":
+        return _one_by_one(round, x, step, correction)
     v = x
     for iteration in range(int(round.work.max())):
         rows = index(round.work > iteration)
         pull = round.problem.value_and_grad(pick(v, rows), rows)[1] + pick(correction, rows)
         v = v.sub(pull, alpha=step) if rows is None else v.index_add(0, rows, pull, alpha=-step)
     return v
+
+
+def _one_by_one(round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
+    """All steps of an agent before the next one's: its data stay in the cache."""
+    new, work = x.clone(), round.work.tolist()
+
+    def one(i: int) -> None:
+        v, row = new[i : i + 1], torch.tensor([i], device=x.device)
+        for _ in range(work[i]):
+            v -= step * (round.problem.value_and_grad(v, row)[1] + correction[i])
+
+    each(one, [i for i, steps in enumerate(work) if steps > 0])
+    return new
 
 
 def awake(round: Round, new: Tensor, old: Tensor) -> Tensor:
