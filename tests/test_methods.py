@@ -568,3 +568,22 @@ def test_the_check_covers_every_method_and_tells_exact_from_biased():
     assert distance("admm_edges", 10, participation=0.5) == "refused"
     assert distance("caden", 10, participation=0.5, messages={"loss": 0.2}) == "refused"
     assert verdict(distance("radmm", 700, messages={"loss": 0.2})).startswith("exact")
+
+
+def test_local_descent_in_threads_and_agent_by_agent_is_that_of_the_rows():
+    """Threads do not disturb each other, and both ways of going through the agents agree."""
+    data = torch.randn(240, 6, generator=torch.Generator().manual_seed(0)), torch.arange(240) % 3
+    ends, before = [], torch.get_num_threads()
+    try:
+        for threads, batching in ((1, "loop"), (3, "loop"), (1, "vmap")):
+            torch.set_num_threads(threads)
+            model = caden.problems.mlp(6, 3, 8)
+            problem = caden.problems.classification(model, data, agents=6, batching=batching, dtype=torch.float64)
+            x0 = torch.randn(problem.dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            work = [0, 1, 2, 3, 4, 5]
+            ring = caden.graphs.ring(6)
+            ends.append(caden.simulate(caden.methods.lt_admm(), problem, ring, 10, local_steps=work, x0=x0).x)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(ends[0], ends[1])
+    assert torch.allclose(ends[0], ends[2], rtol=0, atol=1e-12)

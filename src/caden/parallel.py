@@ -85,6 +85,15 @@ def each(function: Callable[[int], object], items: Iterable[int]) -> None:
         helper.result()
 
 
+def in_turn(function: Callable[[int], object], items: Iterable[int]) -> None:
+    """The same one after the other, with torch's threads inside each call: better where memory is what limits."""
+    for item in items:
+        function(item)
+
+
+WAYS = {"loop": each, "turns": in_turn}  # ways to go through agents one by one
+
+
 def fastest(batching: str, ways: Sequence[str], evaluate: Callable[[str], object], repeats: int = 3) -> str:
     """The way whose evaluation took the least time, or `batching` itself unless it is "auto"."""
     if batching != "auto":

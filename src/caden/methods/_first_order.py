@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from caden.core import Round
-from caden.parallel import each
+from caden.parallel import WAYS
 from caden.rows import index, pick
 
 
@@ -21,8 +23,8 @@ def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[T
 
 def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
     """`work[i]` steps v <- v - step (grad f_i(v) + correction_i) from x; agents with no work stay."""
-    if getattr(round.problem, "batching", "") == "loop":
-        return _one_by_one(round, x, step, correction)
+    if way := WAYS.get(getattr(round.problem, "batching", "")):
+        return _one_by_one(way, round, x, step, correction)
     v = x
     for iteration in range(int(round.work.max())):
         rows = index(round.work > iteration)
@@ -31,16 +33,17 @@ def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> T
     return v
 
 
-def _one_by_one(round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
+def _one_by_one(way: Callable[..., None], round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
     """All steps of an agent before the next one's: its data stay in the cache."""
     new, work = x.clone(), round.work.tolist()
 
     def one(i: int) -> None:
-        v, row = new[i : i + 1], torch.tensor([i], device=x.device)
+        v, row = x[i : i + 1], torch.tensor([i], device=x.device)
         for _ in range(work[i]):
-            v -= step * (round.problem.value_and_grad(v, row)[1] + correction[i])
+            v = v - step * (round.problem.value_and_grad(v, row)[1] + correction[i])
+        new[i] = v[0]
 
-    each(one, [i for i, steps in enumerate(work) if steps > 0])
+    way(one, [i for i, steps in enumerate(work) if steps > 0])
     return new
 
 

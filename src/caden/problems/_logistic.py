@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from caden.errors import CadenError, number, whole
-from caden.parallel import each, fastest
+from caden.parallel import WAYS, fastest
 from caden.rows import listed, pick, window
 
 
@@ -26,7 +26,7 @@ class Logistic:
         self.agents, _, self.dim = signed.shape
         self.dtype, self.device = signed.dtype, signed.device
         zero = signed.new_zeros(self.agents, self.dim)
-        self.batching = fastest(batching, ("bmm", "loop"), lambda way: self._losses(zero, None, way))
+        self.batching = fastest(batching, ("bmm", "loop", "turns"), lambda way: self._losses(zero, None, way))
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         value, gradient = self._losses(x, rows, self.batching)
@@ -50,7 +50,7 @@ class Logistic:
         def one(a: int) -> None:
             value[a], gradient[a] = _loss(self.signed[at[a]], self.share[at[a]], x[a])
 
-        each(one, range(len(at)))
+        WAYS[way](one, range(len(at)))
         return value, gradient
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -98,7 +98,8 @@ def logistic(
         agents, dim, samples, seed: size and seed of the random data (each agent has its own distribution).
         alpha: weight of the non-convex regulariser; l2: weight of |x|^2/2.
         features, labels: instead of random data, one (n_i, d) and one (n_i,) array of -1/+1 (or 0/1) per agent.
-        batching: "bmm", "loop" or "auto" (measured).
+        batching: "bmm" (all agents in one product), "loop" (an agent a thread), "turns" (agent after agent, all threads
+            for each) or "auto" (measured).
 
     `accuracy` in the history is that of the training data.
 
