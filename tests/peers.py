@@ -2,6 +2,7 @@
 
 import multiprocessing
 import threading
+import time
 from contextlib import suppress
 
 import tomli_w
@@ -52,6 +53,14 @@ def as_threads(config, out, agents=None, stops=None):
         runner.join(120)
     assert not any(runner.is_alive() for runner in runners)
     return found
+
+
+def until(condition, seconds=10):
+    """Wait for something to become true, and say whether it did."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
 
 
 def _process(config, agent, out):

@@ -318,9 +318,9 @@ def _touched(folder):
     return path.stat().st_mtime_ns if path.exists() else None
 
 
-def _killed_and_resumed(folder, delays):
+def _killed_and_resumed(folder, delays, rounds):
     """Kill a run after each delay, resume it each time, and return how often it was killed before it ended."""
-    common = ["--set", "checkpoint_every=3", "--set", "participation=0.7", "--set", "rounds=60"]
+    common = ["--set", "checkpoint_every=3", "--set", "participation=0.7", "--set", f"rounds={rounds}"]
     common += ["--set", "problem.hidden=32"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     first = [sys.executable, "-m", "caden", "run", "--out", "cut", *common]
@@ -340,11 +340,10 @@ def _killed_and_resumed(folder, delays):
         process.wait(60)
         if (folder / "cut" / "weights.safetensors").exists():
             break
+    config = folder / "cut" / "config.toml"
     if not (folder / "cut" / "weights.safetensors").exists():
-        done = caden("resume", "cut", cwd=folder)
-        assert done.returncode == 0, done.stderr
-    done = caden("run", "cut/config.toml", "--out", "whole", cwd=folder)  # the same choice of loop or vmap
-    assert done.returncode == 0, done.stderr
+        experiment(config, defaults={}).run(folder / "cut", resume=True)
+    experiment(config, defaults={}).run(folder / "whole")  # the same choice of loop or vmap
     return kills
 
 
@@ -360,7 +359,7 @@ def _same_bytes(one, other):
 
 def test_killed_at_random_moments_and_resumed_to_the_same_bytes(tmp_path):
     rng = random.Random(1)
-    assert _killed_and_resumed(tmp_path, [rng.uniform(0, 0.8)]) == 1
+    assert _killed_and_resumed(tmp_path, [rng.uniform(0, 0.3)], rounds=25) == 1
     _same_bytes(tmp_path / "cut", tmp_path / "whole")
 
 
@@ -371,7 +370,7 @@ def test_killed_many_times(tmp_path):
         folder = tmp_path / str(trial)
         folder.mkdir()
         rng = random.Random(trial)
-        kills += _killed_and_resumed(folder, [rng.uniform(0, 0.7) for _ in range(8)])
+        kills += _killed_and_resumed(folder, [rng.uniform(0, 0.7) for _ in range(8)], rounds=60)
         _same_bytes(folder / "cut", folder / "whole")
     assert kills >= 10
 

@@ -22,7 +22,7 @@ from caden.errors import CadenError, Interrupted
 from caden.peers import Fleet, _link, certify, replay, take_part
 from caden.peers._network import Free
 from caden.schedules import Draw
-from peers import QUADRATIC, as_process, as_threads, fleet_file
+from peers import QUADRATIC, as_process, as_threads, fleet_file, until
 
 pytest.importorskip("zenoh")
 runner = CliRunner()
@@ -125,10 +125,8 @@ def test_peers_that_are_killed_restarted_and_frozen_still_reach_the_minimiser(tm
     chance = random.Random(0)
     crew = {agent: as_process(config, agent, tmp_path) for agent in range(6)}
     try:
-        deadline = time.monotonic() + 60
-        while not all((tmp_path / f"agent-{i}" / "checkpoint.safetensors").exists() for i in range(6)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        places = [tmp_path / f"agent-{i}" for i in range(6)]
+        assert until(lambda: all((place / "checkpoint.safetensors").exists() for place in places), 60)
         os.kill(crew[4].pid, signal.SIGSTOP)
         frozen = time.monotonic()
         for victim in (1, 2):
@@ -186,10 +184,7 @@ def test_a_killed_lockstep_peer_comes_back_and_all_end_in_the_same_bits(tmp_path
     crew = {agent: as_process(config, agent, tmp_path) for agent in range(6)}
     try:
         log = tmp_path / "agent-3" / "metrics.csv"
-        deadline = time.monotonic() + 60
-        while not log.exists() or len(log.read_text().splitlines()) < 20:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        assert until(lambda: log.exists() and len(log.read_text().splitlines()) >= 20, 60)
         crew[3].kill()
         crew[3].join(10)
         time.sleep(0.5)
@@ -381,13 +376,6 @@ def raw_session(endpoint, certificates=None, agent=1):
 def link_of(config, agent, dim=4):
     fleet, graph = Fleet.of(config), config.build()[2]
     return _link.ZenohLink(fleet, graph, agent, torch.empty(dim, dtype=torch.float64))
-
-
-def until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_with_certificates_only_the_fleet_gets_in_and_everyone_speaks_for_themselves(tmp_path):
