@@ -106,14 +106,12 @@ def compare(python: str, rounds: int, repeats: int, only: str) -> None:
                         for _ in range(turns):
                             run()
                         mine = time.perf_counter() - began
+                        apart = float(np.abs(run.state.x.numpy() - np.load(folder / "x.npy")).max())
+                        moved = float((run.state.x - start).abs().max())
+                        if not apart < (1e-9 if problem.dtype == torch.float64 else 1e-3) * moved:
+                            raise SystemExit(f"{name}, {label}: the iterates differ by {apart:.1e} of {moved:.1e}.")
                         if repeat:  # the first warms up both
                             ratios.append(theirs / mine)
-                    apart = float(np.abs(run.state.x.numpy() - np.load(folder / "x.npy")).max())
-                    moved = float((run.state.x - start).abs().max())
-                    if not apart < (1e-9 if problem.dtype == torch.float64 else 1e-3) * moved:
-                        raise SystemExit(
-                            f"{name}, {label}: the iterates differ by {apart:.1e}, of a way of {moved:.1e}."
-                        )
                     spread = f"{min(ratios):.1f} to {max(ratios):.1f}"
                     print(f"{name}, {label}: {statistics.median(ratios):.1f} times faster ({spread})", flush=True)
                 other.stdin.close()

@@ -32,7 +32,9 @@ def test_two_loop_is_dense_bfgs(count):
     np.testing.assert_allclose(two_loop(pairs, g, 0.3), dense_bfgs(pairs, 0.3) @ g, rtol=1e-9)
 
 
-@pytest.mark.parametrize(("d", "block"), [(6, 1 << 22), (6, 100), (1 << 13, 1 << 22)], ids=["narrow", "blocks", "wide"])
+@pytest.mark.parametrize(
+    ("d", "block"), [(6, 1 << 22), (6, 100), (6, 9), (1 << 14, 1 << 22)], ids=["narrow", "blocks", "rows", "wide"]
+)
 @pytest.mark.parametrize(("rho", "kept_as"), [(0.0, F64), (0.7, F64), (0.7, torch.bfloat16)])
 def test_batched_direction_is_two_loop_per_agent(d, block, rho, kept_as, monkeypatch):
     """Agents with different numbers of pairs, some beyond the memory, asked for in subsets; of the vectors as kept."""

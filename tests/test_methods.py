@@ -255,6 +255,12 @@ def test_exact_methods_reach_the_minimiser(setting, name, participation, rounds)
     assert error(EXACT[name](), setting, participation, rounds, enough=1e-7) < 1e-6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_methods_stay_at_the_minimiser(setting, name):
+    assert error(EXACT[name](), setting, 0.5, 1600) < 1e-6
+
+
 @pytest.mark.parametrize("name", ["dgd", "fedavg", "network_newton"])
 def test_biased_methods_do_not(setting, name):
     kinds = {"dgd": methods.dgd(0.1), "fedavg": methods.fedavg(0.2), "network_newton": methods.network_newton(0.1)}

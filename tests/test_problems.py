@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -230,8 +232,6 @@ def test_the_users_model_is_not_touched():
 
 def test_auto_batching_takes_the_faster_way():
     """Measured, so the evaluations are stand-ins of known speed."""
-    import time
-
     from caden.parallel import fastest
 
     spent = {"loop": 0.02, "vmap": 0.001}
@@ -350,8 +350,22 @@ def test_each_calls_every_item_once_and_hands_on_errors(threads):
         each(called.append, range(50))
         assert sorted(called) == list(range(50))
         for bad in (0, 49):
+            called.clear()
             with pytest.raises(ZeroDivisionError):
-                each(lambda i, bad=bad: 1 // (i - bad), range(50))
-        assert torch.get_num_threads() == threads
+                each(lambda i, bad=bad: called.append((time.sleep(0.001), 1 // (i - bad))), range(50))
+            assert torch.get_num_threads() == threads
+            assert len(called) < 49 or threads == 1  # an error ends the work of all
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_window_is_what_picking_gives_and_a_view_only_if_rows_follow_each_other():
+    from caden.rows import pick, window
+
+    data = torch.arange(12.0).reshape(6, 2)
+    for rows in ([0], [1, 2, 3], [0, 2, 1, 3], [3, 2], [1, 1, 3], [0, 1, 2, 3, 4, 5]):
+        found = window(data, torch.tensor(rows))
+        assert torch.equal(found, pick(data, torch.tensor(rows)))
+        assert (found.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()) == (
+            rows in ([1, 2, 3], [*range(6)])
+        )

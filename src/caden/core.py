@@ -19,7 +19,7 @@ from torch import Tensor
 from caden.graphs import Graph
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Edges:
     """The edges of hosted agents; edge e joins rows `first[e]` and `second[e]`.
 

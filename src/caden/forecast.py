@@ -124,15 +124,18 @@ def refuse(found: Forecast, config: Experiment) -> None:
     """One line with what would fit, if this does not."""
     if found.fits:
         return
-    pair = 2 * found.state / found.vectors
-    memory = (
-        (config.method.get("solver") or {}).get("memory", 10) if isinstance(config.method.get("solver"), dict) else 10
-    )
+    solver = config.method.get("solver")
+    solver = solver if isinstance(solver, dict) else {}
+    memory, full = solver.get("memory", 10), solver.get("storage", "full") == "full"
+    pair = (2 if full else 1) * found.state / found.vectors  # of float32 in bfloat16
     spare = int((found.state + found.problem - found.available) / pair) + 1
     if memory - spare >= 1:
         way = f"`method.solver.memory = {memory - spare}` would fit"
     else:
-        way = "use a smaller model, fewer agents, float32, or spread the agents over machines (docs/cluster.md)"
+        way = (
+            'use `method.solver.storage = "bfloat16"`, a smaller model, fewer agents, float32, or spread the agents '
+            "over machines (docs/cluster.md)"
+        )
     gib = [f"{n / 2**30:.1f}" for n in (found.state + found.problem, found.available)]
     raise CadenError(f"The run needs about {gib[0]} GiB of memory and {gib[1]} are available; {way}.")
 

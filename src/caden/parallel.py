@@ -72,14 +72,20 @@ def each(function: Callable[[int], object], items: Iterable[int]) -> None:
                 item = take()
             except IndexError:  # another was faster
                 return
-            function(item)
+            try:
+                function(item)
+            except BaseException:
+                left.clear()  # nobody goes on
+                raise
 
     torch.set_num_threads(1)  # the product library has one setting for all threads
-    helpers = [pool.submit(work, thread) for thread in range(1, threads)]
     try:
-        work(0)
+        helpers = [pool.submit(work, thread) for thread in range(1, threads)]
+        try:
+            work(0)
+        finally:
+            wait(helpers)
     finally:
-        wait(helpers)
         torch.set_num_threads(threads)
     for helper in helpers:
         helper.result()

@@ -19,9 +19,9 @@ def pick(tensor: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def window(data: Tensor, rows: Tensor | None) -> Tensor:
-    """`pick` for what is only read: ascending rows without a gap come as a view."""
-    if rows is not None and len(rows) > 1 and int(rows[-1] - rows[0]) == len(rows) - 1:
-        return data[int(rows[0]) : int(rows[-1]) + 1]
+    """`pick` for what is only read: rows that follow each other come as a view."""
+    if rows is not None and len(rows) > 1 and bool((rows.diff() == 1).all()):
+        return data[int(rows[0]) :][: len(rows)]
     return pick(data, rows)
 
 

@@ -50,7 +50,7 @@ def in_blocks(solver: LocalSolver) -> LocalSolver:
                 if after.data_ptr() == before.data_ptr():
                     continue  # changed in place
                 if fields[i] is memory[i]:
-                    fields[i] = torch.empty_like(memory[i])
+                    fields[i] = memory[i].clone()
                 fields[i][part] = after
             rejected, fallbacks = rejected + info.rejected, fallbacks + info.fallbacks
             stalled += [first + i for i in info.stalled]

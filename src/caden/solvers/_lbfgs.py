@@ -65,28 +65,33 @@ class Pairs(NamedTuple):
                 self.vectors[i, j], self.vectors[i, self.memory + j] = s[a], y[a]
         self.stored[at] += 1
 
-    def _blocks(self, rows: Tensor | None, like: Tensor, work: Callable[[slice, Tensor], object]) -> None:
-        """Call `work` on parts of the rows and their vectors, in `like`'s precision; wide rows come one by one."""
-        wide = like.shape[1] >= WIDE
-        size = 1 if wide else _BLOCK // self.vectors[0].numel()
-        if size >= len(like):
-            work(slice(None), pick(self.vectors, rows).to(like.dtype))
-            return
+    def _blocks(self, rows: Tensor | None, like: Tensor, work: Callable[[slice, slice, Tensor], object]) -> None:
+        """Call `work` on parts of the rows and columns and their vectors, in `like`'s precision.
+
+        Wide rows come one by one, and vectors that are kept in another precision a slice of columns at a time, so that
+        what is turned back is small.
+        """
+        d, wide = like.shape[1], like.shape[1] >= WIDE
+        width = d if self.vectors.dtype == like.dtype else min(d, WIDE)
+        size = 1 if wide else max(1, _BLOCK // self.vectors[0].numel())
         at = listed(rows, len(like)) if wide else []
 
         def one(a: int) -> None:
-            part = slice(a, a + size)
+            part = slice(a, a + size) if size < len(like) else slice(None)
             mine = slice(at[a], at[a] + 1) if wide else part if rows is None else rows[part]  # a slice is not copied
-            work(part, self.vectors[mine].to(like.dtype))
+            held = self.vectors[mine]
+            for c in range(0, d, width):
+                columns = slice(c, c + width) if width < d else slice(None)
+                work(part, columns, held[:, :, columns].to(like.dtype))
 
         each(one, range(0, len(like), size))
 
     def inner(self, rows: Tensor | None, g: Tensor) -> Tensor:
         """(k', 3, 2M) inner products of the newest s, the newest y and g with all stored vectors, in float64."""
         at, newest = self.place(rows, -1)
-        out = g.new_empty(len(g), 3, 2 * self.memory)
+        out = g.new_zeros(len(g), 3, 2 * self.memory)
 
-        def one(part: slice, held: Tensor) -> None:
+        def one(part: slice, columns: slice, held: Tensor) -> None:
             here: Any
             if isinstance(at, slice):
                 here, slot = at, newest
@@ -94,8 +99,8 @@ class Pairs(NamedTuple):
                 here, slot = slice(None), int(newest[part][0])
             else:
                 here, slot = np.arange(len(held)), newest[part]
-            fresh = torch.stack([held[here, slot], held[here, self.memory + slot], g[part]], dim=1)
-            torch.bmm(fresh, held.mT, out=out[part])
+            fresh = torch.stack([held[here, slot], held[here, self.memory + slot], g[part, columns]], dim=1)
+            out[part].baddbmm_(fresh, held.mT)
 
         self._blocks(rows, g, one)
         return out.double()
@@ -103,7 +108,7 @@ class Pairs(NamedTuple):
     def combine(self, rows: Tensor | None, weights: Tensor, base: Tensor) -> Tensor:
         """base + sum_l weights_l vector_l, in place: (k', 2M), (k', d) -> (k', d)."""
         weights, out = weights.to(base.dtype).unsqueeze(1), base.unsqueeze(1)
-        self._blocks(rows, base, lambda part, held: out[part].baddbmm_(weights[part], held))
+        self._blocks(rows, base, lambda part, columns, held: out[part, :, columns].baddbmm_(weights[part], held))
         return base
 
 
