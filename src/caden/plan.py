@@ -44,6 +44,7 @@ class Store:
         self._built: tuple[str, tuple[Problem, Graph]] | None = None
         self._pool: ProcessPoolExecutor | None = None
         self.seen: dict[Path, Record] = {}  # what was asked for, in order
+        self.curvatures: dict[str, float] = {}  # of the problems that methods were tuned on
 
     def path(self, config: Experiment) -> Path:
         """Where the run of this experiment is, or will be."""

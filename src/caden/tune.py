@@ -21,7 +21,7 @@ from caden.config import Experiment
 from caden.errors import CadenError, RunError, positive, whole
 from caden.history import Record
 from caden.methods import METHODS
-from caden.plan import Store
+from caden.plan import Store, digest
 from caden.registry import factory
 from caden.run import start_point, warm_up
 from caden.theory import smoothness
@@ -128,18 +128,19 @@ def held_out(config: Experiment) -> Experiment:
 
 
 def curvature(store: Store, config: Experiment) -> float:
-    """The largest L_i of the problem where the runs start."""
-    problem, _ = store.build(config)
-    x, known = start_point(problem, None), None
-    if config.warmup:
-        x, known = warm_up(problem, x, config.warmup)
-    largest = float((smoothness(problem, x) if known is None else known).max())
-    return largest if largest > 0 else 1.0
+    """The largest L_i of the problem where the runs start; found once for all methods."""
+    key = digest(config.model_copy(update={"method": {}}))
+    if key not in store.curvatures:
+        problem, _ = store.build(config)
+        x, known = start_point(problem, None), None
+        if config.warmup:
+            x, known = warm_up(problem, x, config.warmup)
+        largest = float((smoothness(problem, x) if known is None else known).max())
+        store.curvatures[key] = largest if largest > 0 else 1.0
+    return store.curvatures[key]
 
 
-def tune(
-    store: Store, config: Experiment, method: str, trials: int = 18, rounds: int = 20, steepest: float | None = None
-) -> Tuned:
+def tune(store: Store, config: Experiment, method: str, trials: int = 18, rounds: int = 20) -> Tuned:
     """Search the space of a method with the given budget; runs are kept in the store."""
     whole("trials", trials, least=1), whole("rounds", rounds, least=1)
     space = space_of(method, config.tune.get(method, {}))
@@ -147,9 +148,9 @@ def tune(
     problem, _ = store.build(base)
     if config.target is not None and "accuracy" in problem.evaluate(start_point(problem, None)):
         base = base.model_copy(update={"stop_at_target": True})
-    steepest = curvature(store, base) if steepest is None else steepest
     fixed = config.with_method(method).method
-    alive = {number: {**fixed, **point} for number, point in enumerate(points(space, trials, steepest, config.seed))}
+    found = points(space, trials, curvature(store, base), config.seed)
+    alive = {number: {**fixed, **point} for number, point in enumerate(found)}
     table: list[dict[str, Any]] = []
     best: dict[int, Record] = {}
     for rung in range(3):

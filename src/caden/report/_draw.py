@@ -53,6 +53,7 @@ def draw(figures: Sequence[Figure], *paths: Path) -> None:
         axis.set_visible(False)
     for path in paths:
         picture.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+        picture.set_layout_engine("none")  # the places are found; to find them again takes as long as to draw
     plt.close(picture)
 
 

@@ -45,29 +45,32 @@ _NEEDS = {
 def estimate(plan: Plan, parts: Sequence[str]) -> float:
     """Seconds that the parts would take from nothing, from the time of one gradient here.
 
-    A gradient comes with about 0.7 times its time of vector work and measuring, and of the trials about half of the
-    rounds are run before they reach the target.
+    A gradient comes with about 0.7 times its time of vector work and measuring, a run with 21 gradients of training
+    before round 0 and half a second of files, and of the trials about half of the rounds are run before they reach the
+    target.
     """
     scale = plan.scale
     share = scale.trial_samples / (scale.samples or 60_000)
-    tuning = 4 * 4 * 0.5 * 3 * scale.trials * scale.trial_rounds * share
-    costs = {
-        "fit": 2 * 5 * scale.wanted,
-        "four": 16 * scale.rounds,
-        "red": 2 * (5 * scale.short + scale.rounds),
-        "levels": 2 * 1.5 * 5 * scale.rounds,
-        "tuned": 16 * scale.rounds,
-        "seeds": 16 * scale.short * len(scale.seeds),
-        "ablations": 30 * scale.short,
+    four, four_short = (4, 16 * scale.rounds), (4, 16 * scale.short)
+    costs = {  # runs and their gradients
+        "fit": (2, 2 * 5 * scale.wanted),
+        "four": four,
+        "red": (2, 2 * (5 * scale.short + scale.rounds)),
+        "levels": (6, 2 * 1.5 * 5 * scale.rounds),
+        "tuned": four,
+        "seeds": (4 * len(scale.seeds), 16 * scale.short * len(scale.seeds)),
+        "ablations": (5, 5 * 6 * scale.short),
     }
+    tuning = (6 * scale.trials, 4 * 4 * 0.5 * 3 * scale.trials * scale.trial_rounds * share)
     needs = dict.fromkeys(need for part in parts for need in _NEEDS[part])
-    gradients = sum(costs.get(n, tuning if n.startswith("tuning") else 16 * scale.short) for n in needs)
+    found = [costs.get(need, tuning if need.startswith("tuning") else four_short) for need in needs]
     problem, _ = plan.store.build(plan.base(0))
     x = start_point(problem, None)
     problem.value_and_grad(x)
     began = time.perf_counter()
     problem.value_and_grad(x)
-    return 1.7 * (time.perf_counter() - began) * gradients
+    gradient = time.perf_counter() - began
+    return sum(1.7 * gradient * (gradients + 21 * runs) + 0.5 * runs for runs, gradients in found)
 
 
 def build(plan: Plan, parts: Sequence[str], command: str) -> Report:

@@ -70,16 +70,16 @@ class Scale(NamedTuple):
 
 
 FULL = Scale()
-QUICK = Scale(  # a tenth of the data and of the rounds, half of the hidden units, less tuning
+QUICK = Scale(  # a tenth of the data and of the rounds, a quarter of the hidden units, less tuning
     target=0.9,
     other_target=0.8,
     samples=6_000,
     test_samples=1_000,
-    hidden=64,
+    hidden=32,
     rounds=50,
     short=10,
-    wanted=16,
-    start=0.03,
+    wanted=22,
+    start=0.0166,
     trials=3,
     trial_rounds=3,
     trial_samples=2_000,
@@ -93,6 +93,7 @@ class Plan:
 
     def __init__(self, store: Store, scale: Scale = FULL):
         self.store, self.scale = store, scale
+        self._tuned: dict[str, Tuned] = {}
 
     @property
     def records(self) -> list[Record]:
@@ -194,7 +195,10 @@ class Plan:
         target = scale.other_target if problem.get("data") == scale.other else scale.target
         size = {"samples": scale.trial_samples, "validation": scale.validation}
         config = self.base(scale.trial_rounds, problem={**problem, **size}, target=target)
-        return tune(self.store, config, method, scale.trials, scale.trial_rounds)
+        key = f"{method} {problem}"
+        if key not in self._tuned:
+            self._tuned[key] = tune(self.store, config, method, scale.trials, scale.trial_rounds)
+        return self._tuned[key]
 
     def with_tuned(
         self, names: dict[str, str], rounds: int, title: str, seed: int = 0, **problem: Any
