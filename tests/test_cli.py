@@ -133,6 +133,13 @@ def test_own_method_problem_and_model_by_module_and_name(call, tmp_path):
 
 
 BAD = {
+    "data that no machine holds": (
+        [
+            *("run", "--set", "problem.name=quadratic", "--set", "problem.dim=4000000", "--set", "problem.agents=2"),
+            *("--set", "graph.name=complete"),
+        ],
+        "There is not enough memory: you tried to allocate",
+    ),
     "unknown method": (["run", "--set", "method.name=cadenn"], "did you mean 'caden'"),
     "unknown problem": (["run", "--set", "problem.name=quadratics"], "did you mean 'quadratic'"),
     "unknown graph": (["run", "--set", "graph.name=rings"], "did you mean 'ring'"),

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from caden import forecast
-from caden.config import experiment
+from caden.config import Experiment, experiment
 from caden.errors import CadenError
 
 LARGE = ["problem.name=logistic", "problem.agents=6", "problem.samples=2", "graph.name=ring", "warmup.steps=0"]
@@ -28,7 +28,7 @@ print(largest() - before)
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["method.solver.memory=3"], ["participation=0.5"]])
 def test_the_peak_is_foretold(more):
-    found = forecast.forecast(experiment(None, [*LARGE, *more, "problem.dim=1000000"]))
+    found, _ = forecast.forecast(experiment(None, [*LARGE, *more, "problem.dim=1000000"]))
     done = subprocess.run([sys.executable, "-c", RUN, *LARGE, *more], capture_output=True, text=True, check=True)
     assert 0.7 < (found.state + found.problem) / int(done.stdout) < 1.4
 
@@ -39,6 +39,78 @@ def test_what_cannot_fit_is_refused_with_what_would():
     base = forecast.Forecast(44, 44 * one, 2 * one, 60 * one, 1.0)
     forecast.refuse(base, config)
     with pytest.raises(CadenError, match=r"method\.solver\.memory = 9"):
-        forecast.refuse(base._replace(available=41 * one), config)
-    with pytest.raises(CadenError, match="spread the agents"):
+        forecast.refuse(base._replace(available=40 * one), config)
+    with pytest.raises(CadenError, match=r"0\.22 times the size"):
         forecast.refuse(base._replace(available=10 * one), config)
+    half = experiment(None, [*LARGE, "method.solver.memory=12", "method.solver.storage=bfloat16"])
+    with pytest.raises(CadenError, match=r"method\.solver\.memory = 6"):
+        forecast.refuse(base._replace(available=40 * one), half)
+    tracking = experiment(None, [*LARGE[:-4], "method.name=gt"])
+    with pytest.raises(CadenError, match=r"0\.87 times the size"):
+        forecast.refuse(base._replace(available=40 * one), tracking)
+
+
+OWN = """
+from torch import nn
+from caden.problems import quadratic
+
+def wide():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.Linear(3, 10))
+
+def needs_numbers():
+    model = nn.Linear(64, 10)
+    assert float(model.weight.detach().sum()) < 1e9
+    return nn.Sequential(nn.Flatten(), model)
+
+def problem(agents: int = 4):
+    return quadratic(agents, 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_file"),
+    [
+        ([], True),
+        (["problem.hidden=7", "dtype=float64"], True),
+        (["problem.model=linear", "problem.agents=5", "graph.name=ring"], True),
+        (["problem.model=own:wide"], True),
+        (["problem.model=own:needs_numbers"], False),
+        (["problem.name=logistic", "problem.agents=3", "problem.dim=6", "graph.name=ring"], True),
+        (["problem.name=quadratic"], True),
+        (["problem.name=own:problem", "graph.name=ring"], False),
+    ],
+)
+def test_the_size_is_known_without_building(settings, by_file, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = experiment(None, settings)
+    agents, dim, dtype, built = forecast._size(config, None)
+    assert (built is None) == by_file
+    problem = config.build()[1]
+    assert (agents, dim, dtype) == (problem.agents, problem.dim, problem.dtype)
+
+
+def test_a_model_too_large_is_refused_before_anything_of_its_size_is_made(monkeypatch):
+    config = experiment(None, ["problem.hidden=3000000000", "problem.agents=8", "graph.name=ring"])
+    monkeypatch.setattr(forecast, "_BYTES", 1e6)
+    monkeypatch.setattr(Experiment, "build", lambda *_: pytest.fail("was built"))
+    with pytest.raises(CadenError, match=r"needs about [\d.]+ GiB of memory"):
+        forecast.check(config)
+    assert forecast.check(experiment()) is None  # small: neither built nor looked at
+
+
+def test_a_run_in_doubt_is_built_once(monkeypatch):
+    config = experiment(None, ["problem.hidden=8", "problem.agents=4", "graph.name=ring", "rounds=1", "warmup.steps=0"])
+    monkeypatch.setattr(forecast, "_available", lambda: 100_000)
+    monkeypatch.setattr(forecast, "vectors", lambda *_: 1.0)
+    monkeypatch.setattr(forecast, "largest", lambda: 0)
+    problem, graph = forecast.check(config)
+    assert config.run(built=(problem, graph), progress=False).summary()["round"] == 1
+    assert forecast.check(config, (problem, graph)) == (problem, graph)
+    monkeypatch.setattr(forecast, "vectors", lambda *_: 100.0)
+    with pytest.raises(CadenError, match="GiB"):
+        forecast.check(config, (problem, graph))
+    with pytest.raises(CadenError, match=r"method\.solver\.memory = 9"):
+        forecast.refuse(forecast.Forecast(44, 44, 0, 42, 1.0), config)  # the solver by its name alone
+    monkeypatch.setattr(sys, "platform", "darwin")  # where nothing is known of memory
+    assert forecast.check(config, (problem, graph)) == (problem, graph)

@@ -64,7 +64,7 @@ def _carry_out(config: Experiment, directory: Path | None, resume: bool, as_json
 
 def _foretell(config: Experiment, as_json: bool) -> None:
     """Print a forecast; refuse what does not fit."""
-    found = forecast.forecast(config)
+    found, _ = forecast.forecast(config)
     if as_json:
         print(json.dumps({**found._asdict(), "fits": found.fits}))
     else:
@@ -89,8 +89,6 @@ def run(
     if dry_run:
         _foretell(config, as_json)
         return
-    if not cluster.launched() and processes == 1:
-        forecast.check(config)
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun started the job anew
     if out is None:
         what = config.problem.get("data", config.problem["name"])
@@ -107,8 +105,9 @@ def run(
             place = given.index("--processes")
             del given[place : place + 2]
         sys.exit(cluster.start([sys.executable, "-m", "caden", *given], processes))
+    built = None if cluster.launched() else forecast.check(config)
     callbacks = [] if events is None or cluster.rank() else [log.tensorboard(events)]
-    _carry_out(config, out, again and out.exists(), as_json, callbacks=callbacks)
+    _carry_out(config, out, again and out.exists(), as_json, callbacks=callbacks, built=built)
 
 
 @app.command()
@@ -130,7 +129,10 @@ def compare(
     out = out or Path("runs") / datetime.now().strftime("compare-%Y%m%d-%H%M%S-%f")[:-3]
     if out.exists():
         raise CadenError(f"{out} exists already; choose another directory.")
-    _, problem, graph = next(iter(plans.values())).build()
+    built = None
+    for plan in plans.values():
+        built = forecast.check(plan, built)
+    problem, graph = built or next(iter(plans.values())).build()[1:]
     results: dict[str, Result] = {}
     failed: dict[str, str] = {}
     for name, plan in plans.items():
@@ -369,7 +371,11 @@ def main() -> None:
             print(f"caden: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, CadenError) else 1)
     except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        if "can't allocate memory" in line:
+            print(f"caden: There is not enough memory: {line.rpartition(': ')[2].partition('. ')[0]}.", file=sys.stderr)
+            sys.exit(2)
         if not cluster.launched():
             raise
-        print(f"caden: rank {cluster.rank()} lost its job: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"caden: rank {cluster.rank()} lost its job: {line}", file=sys.stderr)
         sys.exit(1)

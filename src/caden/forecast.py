@@ -6,7 +6,9 @@ on a miniature with the same graph, in a process of its own, whose largest memor
 
 from __future__ import annotations
 
+import math
 import multiprocessing
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +17,15 @@ import torch
 from torch import Tensor
 
 from caden import schedules
-from caden.config import Experiment
+from caden.config import DTYPES, Experiment
 from caden.core import Problem
 from caden.errors import CadenError
-from caden.graphs import Graph, from_edges, regular
+from caden.graphs import GRAPHS, Graph, from_edges, regular
 from caden.methods import METHODS
-from caden.registry import make
-from caden.run import simulate, start_point
-from caden.solvers import _blocks
+from caden.problems import PROBLEMS, network_size
+from caden.registry import factory, load_object, make, parameters
+from caden.run import simulate
+from caden.solvers import _blocks, lbfgs
 
 _ROWS = 16  # agents of the miniature, if the real ones are more
 _BYTES = 8e6  # of one vector of all agents in the miniature
@@ -66,38 +69,70 @@ class Forecast(NamedTuple):
         return self.state + self.problem <= self.available
 
 
-def forecast(config: Experiment) -> Forecast:
-    """Build an experiment's problem and say what running it would take."""
-    before = largest()
-    available = _available()
-    _, problem, graph = config.build()
-    x, some = start_point(problem.take([0]), None), None
-    if 6 * problem.agents * x.numel() * x.element_size() > available / 2:
-        some = torch.tensor([0])  # already the gradients of all might be too much
-    x = x.expand(problem.agents if some is None else 1, -1)
-    problem.value_and_grad(x, some)
-    began = time.perf_counter()
-    problem.value_and_grad(x, some)
-    seconds = (time.perf_counter() - began) * problem.agents / len(x)
-    draw = schedules.Draw(config.seed, graph.agents)
-    steps = schedules.Workload(schedules.from_spec(config.local_steps), draw)(0)
-    count = vectors(config, graph, problem)
-    state = int(count * problem.agents * problem.dim * x.element_size())
-    return Forecast(count, state, largest() - before, available, 1.4 * seconds * float(steps.double().mean()))
+Built = tuple[Problem, Graph]
 
 
-def vectors(config: Experiment, graph: Graph, problem: Problem) -> float:
+def forecast(config: Experiment, built: Built | None = None) -> tuple[Forecast, Built]:
+    """What running an experiment would take, and its problem and graph; refuses at once if the state cannot fit."""
+    before, available = largest(), _available()
+    agents, dim, dtype, built = _size(config, built)
+    graph = make("graph", GRAPHS, config.graph, agents=agents, seed=config.seed) if built is None else built[1]
+    count = vectors(config, graph, dim, dtype)
+    state = int(count * agents * dim * dtype.itemsize)
+    if state > available:
+        refuse(Forecast(count, state, 0, available, math.nan), config)
+    problem, graph = built or config.build()[1:]
+    few = torch.arange(min(agents, torch.get_num_threads()))
+    seconds = _gradient(problem, few) * agents / len(few)
+    if seconds < 1:
+        seconds = _gradient(problem, torch.arange(agents))  # many at once may be faster
+    steps = schedules.Workload(schedules.from_spec(config.local_steps), schedules.Draw(config.seed, agents))(0)
+    found = Forecast(count, state, largest() - before, available, 1.4 * seconds * float(steps.double().mean()))
+    return found, (problem, graph)
+
+
+def _size(config: Experiment, built: Built | None) -> tuple[int, int, torch.dtype, Built | None]:
+    """Agents, d and dtype, by the file alone if that tells; else the problem is built."""
+    if built is None:
+        table, takes = config.problem, parameters(factory("problem", PROBLEMS, config.problem))
+        agents, dim, dtype = (table.get(k, takes[k].default if k in takes else 0) for k in ("agents", "dim", "dtype"))
+        if table["name"] == "classification":
+            model = table.get("model", "mlp")
+            try:
+                dim = network_size(**{**table, "model": load_object(model) if ":" in str(model) else model})
+            except Exception:  # a bad table, or a model that cannot be made without numbers: building it says more
+                dim = None
+        if config.dtype is not None:
+            dtype = DTYPES.get(config.dtype)
+        if isinstance(agents, int) and isinstance(dim, int) and isinstance(dtype, torch.dtype):
+            return agents, dim, dtype, None
+        built = config.build()[1:]
+    problem, _ = built
+    return problem.agents, problem.dim, problem.dtype, built
+
+
+def _gradient(problem: Problem, rows: Tensor) -> float:
+    """Seconds of the gradients of some agents."""
+    x = torch.zeros(len(rows), problem.dim, dtype=problem.dtype)
+    some = None if len(rows) == problem.agents else rows
+    for _ in range(2):
+        began = time.perf_counter()
+        problem.value_and_grad(x, some)
+    return time.perf_counter() - began
+
+
+def vectors(config: Experiment, graph: Graph, dim: int, dtype: torch.dtype) -> float:
     """Vectors per agent that the method of an experiment holds at its peak."""
+    share = min(1.0, _blocks.NUMBERS // dim / graph.agents)  # of the agents that are solved at a time
     if graph.agents > _ROWS:
         degree = min(_ROWS - 1, round(graph.degrees.mean()))
         graph = regular(_ROWS, degree) if degree > 1 else graph
-    size = torch.empty(0, dtype=problem.dtype).element_size()
-    dim = min(problem.dim, max(10_000, int(_BYTES / graph.agents / size)))
-    share = min(1.0, _blocks.NUMBERS // problem.dim / problem.agents)  # of the agents that are solved at a time
+    dim = min(dim, max(10_000, int(_BYTES / graph.agents / dtype.itemsize)))
     block = max(1, round(share * graph.agents)) * dim
+    task = (config.model_dump(), graph.agents, graph.edges.tolist(), dim, dtype, block)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        grown = pool.apply(_grown, (config.model_dump(), graph.agents, graph.edges.tolist(), dim, problem.dtype, block))
-    return float(grown / (graph.agents * dim * size))
+        grown = pool.apply(_grown, task)
+    return float(grown / (graph.agents * dim * dtype.itemsize))
 
 
 def _grown(table: dict[str, Any], agents: int, edges: list[list[int]], dim: int, dtype: torch.dtype, block: int) -> int:
@@ -106,38 +141,56 @@ def _grown(table: dict[str, Any], agents: int, edges: list[list[int]], dim: int,
     config, graph = Experiment.model_validate(table), from_edges(edges, agents)
     awake = config.participation if config.participation == 1.0 else 0.9
     steps = config.local_steps if isinstance(config.local_steps, int) else 5
-    for size in (8, dim):
-        before = largest()
+    sizes = []
+    for size in (8, dim, dim, dim):  # what threads hold at one time varies
         method = make("method", METHODS, config.method)
         simulate(method, Bowl(agents, size, dtype), graph, 3, participation=awake, local_steps=steps, progress=False)
-    return largest() - before
+        sizes.append(largest())
+    return sizes[-1] - sizes[0]
 
 
-def check(config: Experiment) -> None:
-    """Refuse a run that cannot fit; looks closely only where that is in doubt."""
-    agents, dim = config.problem.get("agents", 0), config.problem.get("dim", 0)
-    if isinstance(agents, int) and isinstance(dim, int) and agents * dim > 1e8:
-        refuse(forecast(config), config)
+def check(config: Experiment, built: Built | None = None) -> Built | None:
+    """Refuse a run that cannot fit before anything large is made; looks closely only where that is in doubt.
+
+    Returns problem and graph if they had to be built, and looks at the memory of Linux alone, not at that of a GPU.
+    """
+    if sys.platform != "linux" or config.device != "cpu":
+        return built
+    agents, dim, dtype, built = _size(config, built)
+    if (50 + 4 * _pairs(config)[0]) * agents * dim * dtype.itemsize < _available():
+        return built
+    found, built = forecast(config, built)
+    refuse(found, config)
+    return built
 
 
 def refuse(found: Forecast, config: Experiment) -> None:
     """One line with what would fit, if this does not."""
     if found.fits:
         return
-    solver = config.method.get("solver")
-    solver = solver if isinstance(solver, dict) else {}
-    memory, full = solver.get("memory", 10), solver.get("storage", "full") == "full"
-    pair = (2 if full else 1) * found.state / found.vectors  # of float32 in bfloat16
-    spare = int((found.state + found.problem - found.available) / pair) + 1
-    if memory - spare >= 1:
-        way = f"`method.solver.memory = {memory - spare}` would fit"
+    needed, one = found.state + found.problem, found.state / found.vectors
+    memory, storage = _pairs(config)
+    pair = 2 * one if storage == "full" else one  # of float32 in bfloat16
+    fewer = memory - math.ceil((needed - found.available) / pair)
+    if fewer >= 1:
+        way = f"`method.solver.memory = {fewer}` would fit"
     else:
         way = (
-            'use `method.solver.storage = "bfloat16"`, a smaller model, fewer agents, float32, or spread the agents '
-            "over machines (docs/cluster.md)"
+            f"a model of {found.available / needed:.2g} times the size would fit, or agents spread over machines "
+            "(docs/cluster.md)"
         )
-    gib = [f"{n / 2**30:.1f}" for n in (found.state + found.problem, found.available)]
+    gib = [f"{n / 2**30:.1f}" for n in (needed, found.available)]
     raise CadenError(f"The run needs about {gib[0]} GiB of memory and {gib[1]} are available; {way}.")
+
+
+def _pairs(config: Experiment) -> tuple[int, str]:
+    """How many pairs L-BFGS keeps, if it is the local solver, and how."""
+    given = parameters(factory("method", METHODS, config.method)).get("solver")
+    solver = config.method.get("solver", given.default if given else None)
+    table: dict[str, Any] = solver if isinstance(solver, dict) else {"name": solver}
+    known = parameters(lbfgs)
+    memory, storage = (table.get(k, known[k].default) for k in ("memory", "storage"))
+    return (memory if table.get("name") == "lbfgs" else 0), storage
 
 
 def largest() -> int:

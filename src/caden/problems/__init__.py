@@ -47,19 +47,8 @@ def _classification_by_name(
         test = (train[0][-validation:], train[1][-validation:])
         train = (train[0][:-validation], train[1][:-validation])
     train, test = _first("samples", train, samples), _first("test_samples", test, test_samples)
-    features, classes = train[0][0].numel(), int(train[1].max()) + 1
-    if callable(model):
-        network = model()
-    elif model == "mlp":
-        network = mlp(features, classes, hidden, seed)
-    elif model == "linear":
-        layer = nn.Linear(features, classes)
-        nn.init.zeros_(layer.weight), nn.init.zeros_(layer.bias)
-        network = nn.Sequential(nn.Flatten(), layer)
-    else:
-        raise CadenError(f'`model` must be "mlp", "linear" or "module:function", got {model!r}.')
     return classification(
-        network,
+        _network(model, train, hidden, seed),
         train,
         test,
         agents,
@@ -72,6 +61,30 @@ def _classification_by_name(
         hosted=hosted,
         batch=batch,
     )
+
+
+def _network(
+    model: str | Callable[..., nn.Module], train: tuple[Tensor, Tensor], hidden: int = 128, seed: int = 0
+) -> nn.Module:
+    """The model that a file names, as large as the data need it."""
+    features, classes = train[0][0].numel(), int(train[1].max()) + 1
+    if callable(model):
+        return model()
+    if model == "mlp":
+        return mlp(features, classes, hidden, seed)
+    if model == "linear":
+        layer = nn.Linear(features, classes)
+        nn.init.zeros_(layer.weight), nn.init.zeros_(layer.bias)
+        return nn.Sequential(nn.Flatten(), layer)
+    raise CadenError(f'`model` must be "mlp", "linear" or "module:function", got {model!r}.')
+
+
+def network_size(data: str = "digits", model: Any = "mlp", hidden: int = 128, **_: Any) -> int:
+    """Parameters of the network that a table of `classification` names, without making them."""
+    train = datasets.load(data)[0]
+    with torch.device("meta"):  # shapes without numbers
+        network = _network(model, train, hidden)
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)
 
 
 def _first(name: str, data: tuple[Tensor, Tensor], count: int | None) -> tuple[Tensor, Tensor]:

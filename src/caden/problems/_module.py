@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from caden.schedules import Draw
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _CHUNK = 16 << 20  # bytes of input per call, so that the activations of a large shard do not all exist at once
+_LONG = 0.05  # seconds of one agent's gradient from which on a call per agent costs nothing
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
@@ -59,9 +61,9 @@ class Module:
         self._local = threading.local()  # functional_call swaps parameters in place: a copy of the model per thread
         self._check()
         self.chunk = self._samples_per_call()
+        if batching == "auto" and (len(self._groups) > self.agents / 2 or self._seconds_of_one() > _LONG):
+            batching = "loop"  # hardly two shards of one size, or large ones: there is nothing to batch
         everyone = self.start.expand(self.agents, -1)
-        if batching == "auto" and len(self._groups) > self.agents / 2:
-            batching = "loop"  # hardly two shards of one size: there is nothing to batch
         self.batching = fastest(batching, ("loop", "vmap"), lambda way: self._evaluate_with(way, everyone, None))
 
     def _stack(self, shards: list[tuple[Tensor, Tensor]]) -> None:
@@ -115,6 +117,13 @@ class Module:
             low, high = min(int(t.min()) for t in labels), max(int(t.max()) for t in labels)
             if low < 0 or high >= first.shape[1]:
                 raise CadenError(f"The labels lie in {low}..{high}, but the model has {first.shape[1]} outputs.")
+
+    def _seconds_of_one(self) -> float:
+        """Of one agent's gradient; the first is not counted."""
+        for _ in range(2):
+            began = time.perf_counter()
+            self._evaluate_with("loop", self.start[None], torch.tensor([0]))
+        return time.perf_counter() - began
 
     def _samples_per_call(self) -> int:
         """Samples evaluated in one call: fewer than a shard only if f_i is a mean of terms of one sample each."""
