@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # the suite runs on several workers, and they start processes
+
 import numpy as np
 import pytest
 import torch
 
 import caden
 
-torch.set_num_threads(1)  # the suite runs on several workers
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +33,13 @@ def masks(agents, rounds, p, seed=0):
 def scheduled(awake):
     """The same masks as a participation schedule."""
     return lambda round, draw: awake[round]
+
+
+def distance(method, problem, graph, rounds, enough=0.0, **options):
+    """Relative distance from the minimiser after so many rounds, or once it is below `enough`."""
+
+    def away(x):
+        return float((x - problem.solution).norm(dim=1).max() / problem.solution.norm())
+
+    callbacks = [lambda row, state: away(state.x) < enough]
+    return away(caden.simulate(method, problem, graph, rounds, record_every=50, callbacks=callbacks, **options).x)

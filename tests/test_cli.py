@@ -133,13 +133,6 @@ def test_own_method_problem_and_model_by_module_and_name(call, tmp_path):
 
 
 BAD = {
-    "data that no machine holds": (
-        [
-            *("run", "--set", "problem.name=quadratic", "--set", "problem.dim=4000000", "--set", "problem.agents=2"),
-            *("--set", "graph.name=complete"),
-        ],
-        "There is not enough memory: you tried to allocate",
-    ),
     "unknown method": (["run", "--set", "method.name=cadenn"], "did you mean 'caden'"),
     "unknown problem": (["run", "--set", "problem.name=quadratics"], "did you mean 'quadratic'"),
     "unknown graph": (["run", "--set", "graph.name=rings"], "did you mean 'ring'"),
@@ -203,6 +196,18 @@ def test_bad_input_is_one_line_and_exit_code_2(call, name):
     assert err.startswith("caden: ")
     assert err.count("\n") == 1
     assert out == ""
+
+
+def test_what_a_users_problem_raises_is_shown_and_lack_of_memory_is_one_line(call, tmp_path):
+    (tmp_path / "unfit.py").write_text(
+        "import torch\n\ndef unfinished(agents):\n    raise NotImplementedError\n"
+        "\ndef huge(agents):\n    return torch.empty(1 << 60)\n"
+    )
+    with pytest.raises(NotImplementedError):
+        call("run", "--set", "problem.name=unfit:unfinished")
+    code, _, err = call("run", "--set", "problem.name=unfit:huge")
+    assert code == 2
+    assert err.startswith("caden: There is not enough memory: you tried to allocate 4611686018427387904 bytes.\n")
 
 
 def test_unreadable_toml(call, tmp_path):

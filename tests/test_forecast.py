@@ -4,10 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from caden import forecast
 from caden.config import Experiment, experiment
 from caden.errors import CadenError
+from caden.graphs import ring
 
 LARGE = ["problem.name=logistic", "problem.agents=6", "problem.samples=2", "graph.name=ring", "warmup.steps=0"]
 LARGE += ["method.mu_z=1.0", "method.solver.name=lbfgs", "dtype=float32", "rounds=4"]
@@ -51,19 +53,17 @@ def test_what_cannot_fit_is_refused_with_what_would():
 
 
 OWN = """
+import functools
+import torch
 from torch import nn
 from caden.problems import quadratic
 
-def wide():
+@functools.cache
+def network():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.Linear(3, 10))
 
-def needs_numbers():
-    model = nn.Linear(64, 10)
-    assert float(model.weight.detach().sum()) < 1e9
-    return nn.Sequential(nn.Flatten(), model)
-
-def problem(agents: int = 4):
-    return quadratic(agents, 3)
+def problem(agents: int = 4, size: int = 3, dtype=torch.float64):
+    return quadratic(agents, size)
 """
 
 
@@ -73,30 +73,70 @@ def problem(agents: int = 4):
         ([], True),
         (["problem.hidden=7", "dtype=float64"], True),
         (["problem.model=linear", "problem.agents=5", "graph.name=ring"], True),
-        (["problem.model=own:wide"], True),
-        (["problem.model=own:needs_numbers"], False),
+        (["problem.model=own:network"], False),
         (["problem.name=logistic", "problem.agents=3", "problem.dim=6", "graph.name=ring"], True),
         (["problem.name=quadratic"], True),
-        (["problem.name=own:problem", "graph.name=ring"], False),
+        (["problem.name=own:problem", "problem.agents=4", "graph.name=ring"], False),
     ],
 )
 def test_the_size_is_known_without_building(settings, by_file, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     config = experiment(None, settings)
-    agents, dim, dtype, built = forecast._size(config, None)
+    size, built = forecast._size_or_build(config, None)
     assert (built is None) == by_file
     problem = config.build()[1]
-    assert (agents, dim, dtype) == (problem.agents, problem.dim, problem.dtype)
+    assert size[:3] == (problem.agents, problem.dim, problem.dtype)
 
 
-def test_a_model_too_large_is_refused_before_anything_of_its_size_is_made(monkeypatch):
-    config = experiment(None, ["problem.hidden=3000000000", "problem.agents=8", "graph.name=ring"])
-    monkeypatch.setattr(forecast, "_BYTES", 1e6)
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("problem.hidden=0", "`hidden`"),
+        ("problem.model.name=a:b", "`model` must be"),
+        ("problem.data=nothing", "nothing"),
+        ("problem.agents=-3", "`agents`"),
+        ("dtype=float16", "float16"),
+        ("method.solver.memory=abc", "`memory`"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_as_without_a_forecast(setting, message):
+    with pytest.raises(CadenError, match=message):
+        forecast.check(experiment(None, [setting]))
+
+
+@pytest.mark.parametrize("solver", ["method.solver=lbfgs", "method.solver.memory=10", "method.mu_z=1.0"])
+def test_fewer_pairs_are_advised_however_the_solver_is_named(solver):
+    with pytest.raises(CadenError, match=r"method\.solver\.memory = 9"):
+        forecast.refuse(forecast.Forecast(44, 44, 0, 42, 1.0), experiment(None, [solver]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["problem.hidden=3000000000", "problem.agents=8", "graph.name=ring"],
+        ["problem.name=quadratic", "problem.dim=200000"],
+        ["problem.name=logistic", "problem.dim=1000", "problem.samples=100000000"],
+    ],
+)
+def test_what_is_too_large_is_refused_before_anything_of_its_size_is_made(settings, monkeypatch):
+    monkeypatch.setattr(forecast, "vectors", lambda *_: 20.0)
     monkeypatch.setattr(Experiment, "build", lambda *_: pytest.fail("was built"))
     with pytest.raises(CadenError, match=r"needs about [\d.]+ GiB of memory"):
-        forecast.check(config)
-    assert forecast.check(experiment()) is None  # small: neither built nor looked at
+        forecast.check(experiment(None, settings))
+
+
+def test_what_is_small_is_neither_built_nor_looked_at(monkeypatch):
+    monkeypatch.setattr(Experiment, "build", lambda *_: pytest.fail("was built"))
+    monkeypatch.setattr(forecast, "vectors", lambda *_: pytest.fail("was looked at"))
+    assert forecast.check(experiment()) is None
+
+
+def test_a_method_that_diverges_on_the_miniature_is_counted_all_the_same(monkeypatch):
+    monkeypatch.setattr(forecast, "_BYTES", 2e6)
+    config = experiment(None, ["method.name=gt", "method.alpha=1e6"])
+    count = forecast.vectors(config, ring(4), forecast.Size(4, 100_000, torch.float32))
+    assert 5 < count < 30
 
 
 def test_a_run_in_doubt_is_built_once(monkeypatch):
@@ -110,7 +150,5 @@ def test_a_run_in_doubt_is_built_once(monkeypatch):
     monkeypatch.setattr(forecast, "vectors", lambda *_: 100.0)
     with pytest.raises(CadenError, match="GiB"):
         forecast.check(config, (problem, graph))
-    with pytest.raises(CadenError, match=r"method\.solver\.memory = 9"):
-        forecast.refuse(forecast.Forecast(44, 44, 0, 42, 1.0), config)  # the solver by its name alone
     monkeypatch.setattr(sys, "platform", "darwin")  # where nothing is known of memory
     assert forecast.check(config, (problem, graph)) == (problem, graph)

@@ -11,7 +11,7 @@ import oracles
 from caden import methods
 from caden.schedules import Draw
 from caden.solvers import agd, exact, gd
-from conftest import masks, scheduled
+from conftest import distance, masks, scheduled
 
 ROUNDS, STEPS = 30, 3
 FORMS = ("atc", "semi_a", "semi_b", "non_atc")
@@ -229,24 +229,8 @@ EXACT = {
 
 
 def error(method, setting, participation, rounds, enough=0.0):
-    """Distance from the minimiser after so many rounds, or once it is below `enough`."""
     problem, graph, _, _ = setting
-    solution = problem.solution
-
-    def distance(x):
-        return float((x - solution).norm(dim=1).max() / solution.norm())
-
-    result = caden.simulate(
-        method,
-        problem,
-        graph,
-        rounds,
-        participation=participation,
-        local_steps=STEPS,
-        record_every=50,
-        callbacks=[lambda row, state: distance(state.x) < enough],
-    )
-    return distance(result.x)
+    return distance(method, problem, graph, rounds, enough, participation=participation, local_steps=STEPS)
 
 
 @pytest.mark.parametrize(("participation", "rounds"), [(1.0, 700), (0.5, 1600)])

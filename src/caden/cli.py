@@ -66,11 +66,13 @@ def _foretell(config: Experiment, as_json: bool) -> None:
     """Print a forecast; refuse what does not fit."""
     found, _ = forecast.forecast(config)
     if as_json:
-        print(json.dumps({**found._asdict(), "fits": found.fits}))
+        print(json.dumps(plain({**found._asdict(), "fits": found.fits})))
     else:
         gib = [f"{n / 2**30:.2f} GiB" for n in (found.state, found.problem, found.available)]
         print(f"state: {gib[0]} ({found.vectors:.0f} vectors per agent at the peak)\nproblem: {gib[1]}")
-        print(f"available: {gib[2]}\ntime per round: about {found.seconds:.2g} s")
+        print(f"available: {gib[2]}")
+        if found.seconds == found.seconds:  # otherwise nothing was made that could be timed
+            print(f"time per round: about {found.seconds:.2g} s")
     forecast.refuse(found, config)
 
 
@@ -130,8 +132,11 @@ def compare(
     if out.exists():
         raise CadenError(f"{out} exists already; choose another directory.")
     built = None
-    for plan in plans.values():
-        built = forecast.check(plan, built)
+    for name, plan in plans.items():
+        try:
+            built = forecast.check(plan, built)
+        except CadenError as error:
+            raise CadenError(f"{name}: {error}") from None
     problem, graph = built or next(iter(plans.values())).build()[1:]
     results: dict[str, Result] = {}
     failed: dict[str, str] = {}
@@ -246,7 +251,9 @@ def tune_(
 @app.command("reproduce")
 def reproduce_(
     parts: Annotated[list[str] | None, typer.Argument(metavar="[PART...]")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the data and of the rounds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tenth of the data and of the rounds, a small network.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder of the runs and the page; what is there is not run again.")] = Path(
         "results"
     ),
@@ -370,9 +377,9 @@ def main() -> None:
         if cluster.rank() == 0:  # the other ranks have met the same
             print(f"caden: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, CadenError) else 1)
-    except RuntimeError as error:
-        line = str(error).splitlines()[0]
-        if "can't allocate memory" in line:
+    except (RuntimeError, MemoryError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, MemoryError) or "allocate memory" in line:
             print(f"caden: There is not enough memory: {line.rpartition(': ')[2].partition('. ')[0]}.", file=sys.stderr)
             sys.exit(2)
         if not cluster.launched():

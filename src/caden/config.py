@@ -95,8 +95,9 @@ class Experiment(BaseModel):
         if self.deterministic:
             shared["batching"] = "loop"
         tables = {kind: dict(getattr(self, kind)) for kind in REGISTRIES}
-        if ":" in str(tables["problem"].get("model", "")):
-            tables["problem"]["model"] = load_object(tables["problem"]["model"])
+        model = tables["problem"].get("model")
+        if isinstance(model, str) and ":" in model:
+            tables["problem"]["model"] = load_object(model)
         method: Method = make("method", METHODS, tables["method"])
         takes = parameters(factory("problem", PROBLEMS, tables["problem"]))
         if hosted is not None and "hosted" in takes and "agents" in takes:

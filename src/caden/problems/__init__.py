@@ -79,12 +79,15 @@ def _network(
     raise CadenError(f'`model` must be "mlp", "linear" or "module:function", got {model!r}.')
 
 
-def network_size(data: str = "digits", model: Any = "mlp", hidden: int = 128, **_: Any) -> int:
-    """Parameters of the network that a table of `classification` names, without making them."""
+def network_size(data: Any, model: Any, hidden: Any) -> int | None:
+    """Parameters of one of the networks with a name, without making them; None for another model, or a wrong value."""
+    if model not in ("mlp", "linear") or data not in list(datasets.DATASETS):
+        return None
+    if not isinstance(hidden, int) or hidden < 1:
+        return None
     train = datasets.load(data)[0]
     with torch.device("meta"):  # shapes without numbers
-        network = _network(model, train, hidden)
-    return sum(p.numel() for p in network.parameters() if p.requires_grad)
+        return sum(p.numel() for p in _network(model, train, hidden).parameters())
 
 
 def _first(name: str, data: tuple[Tensor, Tensor], count: int | None) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ class Module:
         self._local = threading.local()  # functional_call swaps parameters in place: a copy of the model per thread
         self._check()
         self.chunk = self._samples_per_call()
-        if batching == "auto" and (len(self._groups) > self.agents / 2 or self._seconds_of_one() > _LONG):
+        if batching == "auto" and (len(self._groups) > self.agents / 2 or self._long()):
             batching = "loop"  # hardly two shards of one size, or large ones: there is nothing to batch
         everyone = self.start.expand(self.agents, -1)
         self.batching = fastest(batching, ("loop", "vmap"), lambda way: self._evaluate_with(way, everyone, None))
@@ -118,12 +118,14 @@ class Module:
             if low < 0 or high >= first.shape[1]:
                 raise CadenError(f"The labels lie in {low}..{high}, but the model has {first.shape[1]} outputs.")
 
-    def _seconds_of_one(self) -> float:
-        """Of one agent's gradient; the first is not counted."""
+    def _long(self) -> bool:
+        """Whether one agent's gradient takes so long that nothing is gained by batching; the first is not counted."""
+        if self.batch is not None or self.device.type != "cpu":
+            return False
         for _ in range(2):
             began = time.perf_counter()
             self._evaluate_with("loop", self.start[None], torch.tensor([0]))
-        return time.perf_counter() - began
+        return time.perf_counter() - began > _LONG
 
     def _samples_per_call(self) -> int:
         """Samples evaluated in one call: fewer than a shard only if f_i is a mean of terms of one sample each."""

@@ -59,9 +59,9 @@ def estimate(plan: Plan, parts: Sequence[str]) -> float:
         "levels": (6, 2 * 1.5 * 5 * scale.rounds),
         "tuned": four,
         "seeds": (4 * len(scale.seeds), 16 * scale.short * len(scale.seeds)),
-        "ablations": (5, 5 * 6 * scale.short),
+        "ablations": (7, 5 * 6 * scale.short),
     }
-    tuning = (6 * scale.trials, 4 * 4 * 0.5 * 3 * scale.trials * scale.trial_rounds * share)
+    tuning = (6 * scale.trials * share, 4 * 4 * 0.5 * 3 * scale.trials * scale.trial_rounds * share)
     needs = dict.fromkeys(need for part in parts for need in _NEEDS[part])
     found = [costs.get(need, tuning if need.startswith("tuning") else four_short) for need in needs]
     problem, _ = plan.store.build(plan.base(0))

@@ -195,7 +195,7 @@ class Plan:
         target = scale.other_target if problem.get("data") == scale.other else scale.target
         size = {"samples": scale.trial_samples, "validation": scale.validation}
         config = self.base(scale.trial_rounds, problem={**problem, **size}, target=target)
-        key = f"{method} {problem}"
+        key = f"{method} {digest(config)}"
         if key not in self._tuned:
             self._tuned[key] = tune(self.store, config, method, scale.trials, scale.trial_rounds)
         return self._tuned[key]
