@@ -13,6 +13,14 @@ import caden
 torch.set_num_threads(1)
 
 
+LONG = ("test_peers", "test_report", "test_cluster", "test_newcomer", "test_cli", "test_plan")
+
+
+def pytest_collection_modifyitems(items):
+    """What takes long comes first, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 @pytest.fixture(scope="session")
 def graph():
     """The paper's: 20 agents, 37 edges."""

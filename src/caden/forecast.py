@@ -153,7 +153,7 @@ def vectors(config: Experiment, graph: Graph, size: Size) -> float:
     block = max(1, round(share * graph.agents)) * dim
     task = (config.model_dump(), graph.agents, graph.edges.tolist(), dim, size.dtype, block)
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        grown = max(pool.apply(_grown, task) for _ in range(2))  # how memory falls to pieces differs by process
+        grown = max(pool.apply(_grown, task) for _ in range(3))  # how memory falls to pieces differs by process
     return float(grown / (graph.agents * dim * size.dtype.itemsize))
 
 
