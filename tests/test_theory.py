@@ -12,7 +12,7 @@ import caden
 import oracles
 from caden import graphs, methods, problems, theory
 from caden.solvers import exact, gd, lbfgs
-from conftest import masks
+from conftest import distance, masks
 
 F64 = torch.float64
 
@@ -495,8 +495,7 @@ def test_auto_counts_its_scalars_and_keeps_the_invariant(participation):
 def test_auto_under_loss_and_with_sleepers_does_not_diverge():
     problem, graph = problems.quadratic(10, 4, seed=3), graphs.ring(10)
     caden.simulate(methods.caden(), problem, graph, 300, messages={"loss": 0.2}, record_every=100)
-    result = caden.simulate(methods.caden(), problem, graph, 900, participation=0.3, record_every=900)
-    assert (result.x - problem.solution).norm(dim=1).max() < 1e-6
+    assert distance(methods.caden(), problem, graph, 900, 1e-7, participation=0.3) < 1e-6
 
 
 # ---------------------------------------------------------------- what docs/theory.md proves
