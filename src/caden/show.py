@@ -43,7 +43,7 @@ def result(result: Result, config: Experiment, as_json: bool) -> None:
     if summary.get("target") is not None:
         rounds, sent = summary["rounds_to_target"], summary["communications_to_target"]
         table.add_row(f"rounds to {summary['target']:.0%}", "not reached" if rounds is None else f"{rounds}")
-        table.add_row(f"communications to {summary['target']:.0%}", "not reached" if sent is None else f"{sent:,}")
+        table.add_row(f"communications to {summary['target']:.0%}", "not reached" if sent is None else _count(sent))
     for key, name, form in (
         ("objective", "sum of local losses", ".6g"),
         ("relative_error", "relative error", ".3e"),
@@ -57,13 +57,18 @@ def result(result: Result, config: Experiment, as_json: bool) -> None:
         ("seconds", "seconds (without metrics)", ".2f"),
     ):
         if summary.get(key) is not None:
-            table.add_row(name, format(summary[key], form))
+            table.add_row(name, _count(summary[key]) if form == "," else format(summary[key], form))
     console = Console()
     console.print(table)
     if result.directory:
         console.print(f"run directory: {result.directory}", soft_wrap=True)
         if (result.directory / "curves.png").exists():
             console.print(f"picture: {result.directory / 'curves.png'}", soft_wrap=True)
+
+
+def _count(value: float) -> str:
+    """A number of things; of vectors there may be parts, such as the few scalars that agents agree on."""
+    return format(round(value, 2), ",")
 
 
 def comparison(summaries: dict[str, dict[str, Any]], target: float | None) -> None:
@@ -80,8 +85,8 @@ def comparison(summaries: dict[str, dict[str, Any]], target: float | None) -> No
     for heading, _ in columns.values():
         table.add_column(heading, justify="right")
     for name, summary in summaries.items():
-        cells = [summary.get(column) for column in columns]
-        table.add_row(name, *("-" if c is None else format(c, f) for c, (_, f) in zip(cells, columns.values())))
+        cells = [(summary.get(column), form) for column, (_, form) in columns.items()]
+        table.add_row(name, *("-" if c is None else _count(c) if f == "," else format(c, f) for c, f in cells))
     Console().print(table)
 
 
