@@ -210,6 +210,29 @@ def test_what_a_users_problem_raises_is_shown_and_lack_of_memory_is_one_line(cal
     assert err.startswith("caden: There is not enough memory: you tried to allocate 4611686018427387904 bytes.\n")
 
 
+def test_what_cannot_fit_is_refused_by_every_command_in_one_line(call, monkeypatch, tmp_path):
+    monkeypatch.setattr("caden.forecast.vectors", lambda *_: 20.0)
+    huge = ["--set", "problem.hidden=3000000000"]
+    for command, start in ((["run"], "caden: The run needs"), (["compare"], "caden: caden: The run needs")):
+        code, out, err = call(*command, *huge)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(start)
+    code, out, err = call("run", "--dry-run", "--json", *huge)
+    assert (code, err.count("\n")) == (2, 1)
+    found = json.loads(out)
+    assert not found["fits"] and found["seconds"] is None
+    code, out, _ = call("run", "--dry-run", *huge)
+    assert code == 2
+    assert "20 vectors" in out and "time" not in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_counts_of_vectors_may_have_parts():
+    from caden.show import _count
+
+    assert [_count(n) for n in (296, 7401.265625, 1234567)] == ["296", "7,401.27", "1,234,567"]
+
+
 def test_unreadable_toml(call, tmp_path):
     (tmp_path / "bad.toml").write_text("rounds = \n")
     code, _, err = call("run", "bad.toml")

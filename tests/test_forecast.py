@@ -152,3 +152,13 @@ def test_a_run_in_doubt_is_built_once(monkeypatch):
         forecast.check(config, (problem, graph))
     monkeypatch.setattr(sys, "platform", "darwin")  # where nothing is known of memory
     assert forecast.check(config, (problem, graph)) == (problem, graph)
+
+
+def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(forecast, "_CONTAINER", tmp_path)
+    outside = forecast._available()
+    (tmp_path / "memory.current").write_text("3000000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert forecast._available() == pytest.approx(outside, rel=0.2)
+    (tmp_path / "memory.max").write_text("5000000\n")
+    assert forecast._available() == 2_000_000

@@ -101,6 +101,12 @@ def test_module_gradient_is_plain_backward():
         torch.testing.assert_close(gradient[i], torch.cat([p.grad.flatten() for p in model.parameters()]))
 
 
+def test_nothing_is_batched_where_one_agent_takes_long(monkeypatch):
+    monkeypatch.setattr("caden.problems._module._LONG", 0.0)
+    monkeypatch.setattr("caden.problems._module.Module._batched", lambda *_: pytest.fail("was tried"))
+    assert make_module(batching="auto").batching == "loop"
+
+
 @pytest.mark.parametrize("agents", [4, 7])
 def test_vmap_equals_loop_also_with_unequal_shards(agents):
     one, other = (make_module(agents=agents, batching=b) for b in ("loop", "vmap"))

@@ -120,6 +120,13 @@ def test_the_smoothness_estimate_is_the_papers_formula(tiny):
     assert not 0.9 < found["10 steps of 1e-7, float32"] / found["10 steps of 1e-7, float64"] < 1.1  # rounding
 
 
+def test_a_method_is_tuned_once_and_its_problem_measured_once(tiny):
+    plan, _ = tiny
+    assert plan.tuned("caden") is plan.tuned("caden")
+    assert plan.tuned("caden") is not plan.tuned("gt")
+    assert len(plan.store.curvatures) == 1  # the other data set of the small plan is the same one
+
+
 def test_trials_are_measured_on_held_out_samples(tiny):
     plan, _ = tiny
     trial = plan.tuned("caden").record

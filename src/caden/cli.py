@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -71,7 +72,7 @@ def _foretell(config: Experiment, as_json: bool) -> None:
         gib = [f"{n / 2**30:.2f} GiB" for n in (found.state, found.problem, found.available)]
         print(f"state: {gib[0]} ({found.vectors:.0f} vectors per agent at the peak)\nproblem: {gib[1]}")
         print(f"available: {gib[2]}")
-        if found.seconds == found.seconds:  # otherwise nothing was made that could be timed
+        if not math.isnan(found.seconds):  # otherwise nothing was made that could be timed
             print(f"time per round: about {found.seconds:.2g} s")
     forecast.refuse(found, config)
 

@@ -1,7 +1,7 @@
 """What a run will need, before it starts: memory at its peak and time per round.
 
-How many vectors of d numbers a method holds at its peak, it is hard to say and easy to measure: it runs for two rounds
-on a miniature with the same graph, in a process of its own, whose largest memory is read afterwards.
+How many vectors of d numbers a method holds at its peak, it is hard to say and easy to measure: it runs for some rounds
+on a miniature with the same graph, in processes of their own, whose largest memory is read afterwards.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from caden.run import simulate
 from caden.solvers import _blocks, lbfgs
 
 _ROWS = 16  # agents of the miniature, if the real ones are more
+_CONTAINER = Path("/sys/fs/cgroup")  # what Linux says of this one (control groups, version 2)
 _BYTES = 8e6  # of one vector of all agents in the miniature
 
 
@@ -232,7 +233,7 @@ def _available() -> int:
     """Memory that the system, or the container that this runs in, can still give."""
     free = _field("/proc/meminfo", "MemAvailable")
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current"))
+        limit, used = (int((_CONTAINER / f"memory.{n}").read_text()) for n in ("max", "current"))
         free = min(free, limit - used)
     return free
 
