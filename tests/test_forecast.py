@@ -105,6 +105,13 @@ def test_what_is_wrong_with_a_file_is_said_as_without_a_forecast(setting, messag
         forecast.check(experiment(None, [setting]))
 
 
+@pytest.mark.parametrize("setting", ["participation=2.0", "local_steps=-1", "graph.edges=999"])
+def test_a_forecast_says_what_is_wrong_before_it_measures(setting, monkeypatch):
+    monkeypatch.setattr(forecast, "vectors", lambda *_: pytest.fail("was measured"))
+    with pytest.raises(CadenError, match=setting.partition("=")[0].removeprefix("graph.")):
+        forecast.forecast(experiment(None, [setting]))
+
+
 @pytest.mark.parametrize("solver", ["method.solver=lbfgs", "method.solver.memory=10", "method.mu_z=1.0"])
 def test_fewer_pairs_are_advised_however_the_solver_is_named(solver):
     with pytest.raises(CadenError, match=r"method\.solver\.memory = 9"):

@@ -92,6 +92,9 @@ def forecast(config: Experiment, built: Built | None = None) -> tuple[Forecast, 
     """What running an experiment would take, and its problem and graph; they are not made if the state cannot fit."""
     before, available = forget_peak(), _available()
     size, built = _size_or_build(config, built)
+    draw = schedules.Draw(config.seed, size.agents)
+    schedules.Participation(schedules.from_spec(config.participation), draw)  # what is wrong is said at once
+    steps = schedules.Workload(schedules.from_spec(config.local_steps), draw)(0)
     graph = make("graph", GRAPHS, config.graph, agents=size.agents, seed=config.seed) if built is None else built[1]
     count = vectors(config, graph, size)
     state = int(count * size.vector)
@@ -103,7 +106,6 @@ def forecast(config: Experiment, built: Built | None = None) -> tuple[Forecast, 
     seconds = _gradient(problem, few) * size.agents / len(few)
     if seconds < 1:
         seconds = _gradient(problem, torch.arange(size.agents))  # many at once may be faster
-    steps = schedules.Workload(schedules.from_spec(config.local_steps), schedules.Draw(config.seed, size.agents))(0)
     found = Forecast(count, state, largest() - before, available, 1.4 * seconds * float(steps.double().mean()))
     return found, (problem, graph)
 
