@@ -13,7 +13,7 @@ import numpy as np
 
 import caden
 from caden import data, graphs, methods, problems, theory
-from caden.run import start_point, warm_up
+from caden.engine.run import start_point, warm_up
 
 WARMUP = {"steps": 20, "step_size": 0.1}
 LIKELY_FIRST = [6, 5, 7, 8, 4, 9, 3, 2, 10, 1, 0, 11]  # the others are cut short by the best so far

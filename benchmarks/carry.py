@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import caden
-from caden.config import experiment
+from caden.experiments.config import experiment
 
 
 def main() -> None:

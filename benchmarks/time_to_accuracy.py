@@ -14,8 +14,8 @@ import statistics
 import time
 from typing import Any
 
-from caden.config import experiment
-from caden.run import start_point, warm_up
+from caden.engine.run import start_point, warm_up
+from caden.experiments.config import experiment
 
 CADEN = "CADEN, default parameters"
 RIVALS = {

@@ -464,9 +464,10 @@ def dino(x, A, b, theta, phi, rho, rounds):
                 w = np.linalg.solve(Ai @ Ai + phi**2 * np.eye(d), g)
                 v = v + (theta * g @ g - v @ g) / (w @ g) * w
             p -= v / len(A)
-        length, f = 1.0, lambda z: z @ H @ z / 2 - c @ z
-        slack = 10 * np.finfo(float).eps * abs(f(x))
-        while f(x + length * p) > f(x) + slack + length * rho * p @ g:
+        length = 1.0
+        while (
+            length * p @ g + length**2 * p @ H @ p / 2 > length * rho * p @ g
+        ):  # the change of f, without cancellation
             length /= 2
         x = x + length * p
         out.append(x)

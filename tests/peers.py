@@ -7,10 +7,10 @@ from contextlib import suppress
 
 import tomli_w
 
-from caden.config import experiment
 from caden.errors import RunError
-from caden.peers import take_part
-from caden.peers._fleet import free_ports
+from caden.experiments.config import experiment
+from caden.experiments.peer import take_part
+from caden.networks.peers.fleet import free_ports
 
 QUADRATIC = {"name": "quadratic", "agents": 6, "dim": 4, "seed": 3}
 
@@ -71,7 +71,7 @@ def _process(config, agent, out):
 def as_process(config, agent, out):
     """Start a peer as a process; importing torch is paid once, by the server that forks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["caden.peers"])
+    context.set_forkserver_preload(["caden.experiments.peer"])
     process = context.Process(target=_process, args=(config, agent, out), daemon=True)
     process.start()
     return process

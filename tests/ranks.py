@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import caden
-from caden import cluster
+from caden.networks import cluster
 
 METHODS = {
     "caden": lambda: caden.methods.caden(mu_z=1.0),
@@ -21,21 +21,37 @@ METHODS = {
 }
 
 
-def results():
+def results(transport=None):
     """{method/participation: (hash of all models, communications, gradients, relative error)}."""
     problem = caden.problems.quadratic(agents=9, dim=6, seed=0)
     graph = caden.graphs.erdos_renyi(9, 0.4, seed=1)
     found = {}
     for name, make in METHODS.items():
         for awake in (1.0, 0.5):
-            result = caden.simulate(make(), problem, graph, 15, participation=awake, deterministic=True)
+            options = {"participation": awake, "deterministic": True, "transport": transport}
+            result = caden.simulate(make(), problem, graph, 15, **options)
             last = result.rows[-1]
             said = [last["communications"], last["bytes"], last["gradients"], repr(last["relative_error"])]
             found[f"{name}/{awake}"] = [hashlib.sha1(result.x.numpy().tobytes()).hexdigest(), *said]
+    return found | named_problems(transport)
+
+
+def named_problems(transport=None):
+    """Every problem with a name, for many rounds: a last bit that differs once would grow."""
+    cases = {
+        "quadratic": (caden.problems.quadratic(agents=6, dim=20, seed=0), 150),
+        "logistic": (caden.problems.logistic(agents=6, dim=21, samples=13, l2=0.01), 60),
+        "classification": (caden.problems.PROBLEMS["classification"](agents=6, hidden=3, samples=200), 20),
+    }
+    found = {}
+    for name, (problem, rounds) in cases.items():
+        options = {"participation": 0.5, "deterministic": True, "record_every": rounds, "transport": transport}
+        result = caden.simulate(caden.methods.caden(mu_z=1.0), problem, caden.graphs.ring(6), rounds, **options)
+        found[name] = hashlib.sha1(result.x.numpy().tobytes()).hexdigest()
     return found
 
 
-def fast():
+def fast(transport=None):
     """Without the deterministic mode, and with rows of 100,000 numbers: (models, bytes sent between ranks)."""
     train, test = caden.data.load("digits")
     model = caden.problems.mlp(64, 10, hidden=4)
@@ -44,13 +60,15 @@ def fast():
     found = {}
     for name in ("caden", "gt", "adapd"):
         for awake in (1.0, 0.5):
-            found[f"{name}/{awake}"] = caden.simulate(METHODS[name](), digits, graph, 5, participation=awake).x.tolist()
+            run = caden.simulate(METHODS[name](), digits, graph, 5, participation=awake, transport=transport)
+            found[f"{name}/{awake}"] = run.x.tolist()
     wide = caden.problems.logistic(agents=9, samples=3, dim=100_000)
-    result = caden.simulate(METHODS["caden"](), wide, graph, 3, local_steps=1)
+    result = caden.simulate(METHODS["caden"](), wide, graph, 3, local_steps=1, transport=transport)
     return found, result.rows[-1].get("wire_bytes")
 
 
 if __name__ == "__main__":
-    found = [results(), *(fast() if cluster.join()[1] == 2 else ({}, 0))]
-    if cluster.rank() == 0:
+    job = cluster.join()
+    found = [results(job), *(fast(job) if job.world == 2 else ({}, 0))]
+    if job.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from caden import bench
 from caden.cli import app
 from caden.errors import RunError
+from caden.experiments import bench
 
 
 def test_small_cases_pass_their_gates_and_give_ratios(monkeypatch):

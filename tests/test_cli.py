@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from caden import CadenError
-from caden.config import experiment
+from caden.experiments.config import experiment
 from caden.methods import METHODS
 
 QUICK = ["--set", "rounds=3", "--set", "problem.agents=5", "--set", "graph.name=ring", "--set", "warmup.steps=2"]
@@ -211,7 +211,7 @@ def test_what_a_users_problem_raises_is_shown_and_lack_of_memory_is_one_line(cal
 
 
 def test_what_cannot_fit_is_refused_by_every_command_in_one_line(call, monkeypatch, tmp_path):
-    monkeypatch.setattr("caden.forecast.vectors", lambda *_: 20.0)
+    monkeypatch.setattr("caden.experiments.forecast.vectors", lambda *_: 20.0)
     huge = ["--set", "problem.hidden=3000000000"]
     for command, start in ((["run"], "caden: The run needs"), (["compare"], "caden: caden: The run needs")):
         code, out, err = call(*command, *huge)
@@ -228,9 +228,9 @@ def test_what_cannot_fit_is_refused_by_every_command_in_one_line(call, monkeypat
 
 
 def test_counts_of_vectors_may_have_parts():
-    from caden.show import _count
+    from caden.engine.columns import COLUMNS
 
-    assert [_count(n) for n in (296, 7401.265625, 1234567)] == ["296", "7,401.27", "1,234,567"]
+    assert [COLUMNS["communications"].text(n) for n in (296, 7401.265625, 1234567)] == ["296", "7,401.27", "1,234,567"]
 
 
 def test_unreadable_toml(call, tmp_path):

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import ranks
-from caden import cluster, graphs, problems
+from caden import graphs, problems
 from caden.errors import CadenError
-from caden.network import Stacked
+from caden.networks import Memory, Network, cluster
 from caden.schedules import Draw
 
 HERE = Path(__file__).parent
@@ -56,16 +56,19 @@ def test_a_part_of_the_network_has_the_rows_of_the_whole():
     draw, rows = Draw(0, 10), torch.randn(10, 4, dtype=torch.float64)
     active = torch.tensor([True, False] * 5)
     work = torch.ones(10, dtype=torch.int64)
-    whole = Stacked(graph, problem, draw, True)
-
-    class Part(Stacked):
-        def _reach(self, mine, active):
-            return rows[self.rows]
-
+    whole = Network(graph, problem, draw, True)
     hosted = [1, 4, 5, 8]
-    part = Part(graph, problem.take(hosted), draw, True, hosted=hosted)
+
+    class Part(Memory):
+        def hosts(self, graph):
+            return hosted
+
+        def share(self, mine, active):
+            return rows[self._layout.rows]
+
+    part = Network(graph, problem.take(hosted), draw, True, transport=Part())
     for network in (whole, part):
-        network.round(-1, torch.ones(10, dtype=torch.bool), work, problem).broadcast(rows[network.hosted])
+        network.round(-1, torch.ones(10, dtype=torch.bool), work, problem).broadcast(rows[network.layout.hosted])
     ours = part.round(0, active, work, problem)
     theirs = whole.round(0, active, work, problem)
     heard, all_heard = ours.broadcast(rows[hosted]), theirs.broadcast(rows)

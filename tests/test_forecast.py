@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from caden import forecast
-from caden.config import Experiment, experiment
 from caden.errors import CadenError
+from caden.experiments import forecast
+from caden.experiments.config import Experiment, experiment
 from caden.graphs import ring
 
 LARGE = ["problem.name=logistic", "problem.agents=6", "problem.samples=2", "graph.name=ring", "warmup.steps=0"]
@@ -16,9 +16,9 @@ LARGE += ["method.mu_z=1.0", "method.solver.name=lbfgs", "dtype=float32", "round
 
 RUN = """
 import sys
-from caden import forecast
-from caden.config import experiment
-from caden.forecast import largest
+from caden.experiments import forecast
+from caden.experiments.config import experiment
+from caden.experiments.forecast import largest
 small, large = (experiment(None, [*sys.argv[1:], f"problem.dim={dim}"]) for dim in (10, 1_000_000))
 small.run()
 before = largest()

@@ -9,7 +9,7 @@ import torch
 
 import caden
 from caden.core import Objective
-from caden.run import Counted
+from caden.engine.run import Counted
 from caden.solvers import lbfgs
 from caden.solvers._lbfgs import direction, no_pairs
 from conftest import distance
@@ -243,7 +243,7 @@ def test_nowhere_to_go_is_reported_as_stalled():
     problem = caden.problems.functions([f, lambda x: (x**2).sum()], dim=1)
     start = torch.tensor([[0.0], [1.0]], dtype=F64)
 
-    class Uphill:
+    class Uphill(caden.Problem):
         """Gradient pointing away from where the function exists."""
 
         agents, dim = 2, 1
@@ -265,7 +265,7 @@ def test_float32_accepts_good_steps_near_the_end():
     problem = caden.problems.quadratic(agents=4, dim=30, condition=50, dtype=torch.float32)
     offset = 1e4  # a large constant in f makes its rounding visible
 
-    class Shifted:
+    class Shifted(caden.Problem):
         agents, dim, dtype, device = 4, 30, torch.float32, torch.device("cpu")
 
         def value_and_grad(self, x, rows=None):
@@ -286,7 +286,7 @@ def test_a_stall_does_not_make_later_rounds_timid():
     def f(x):
         return x.sum() * torch.nan if broken else (x**2).sum()
 
-    class Switching:
+    class Switching(caden.Problem):
         agents, dim = 1, 2
 
         def value_and_grad(self, x, rows=None):

@@ -7,7 +7,7 @@ import torch
 import caden
 import oracles
 from caden import methods
-from caden.messages import Messages
+from caden.networks.messages import Messages
 from caden.schedules import Draw
 from caden.solvers import exact
 from conftest import distance

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import caden
-from caden.config import experiment
+from caden.experiments.config import experiment
 
 
 def rounds_to_target(*settings, file=None):

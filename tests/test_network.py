@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import caden
-from caden.network import Stacked
+from caden.networks import Network
 from caden.schedules import Draw
 
 D = 6
@@ -16,7 +16,7 @@ D = 6
 
 def network(graph, may_sleep=True, dtype=torch.float64):
     problem = caden.problems.quadratic(graph.agents, D, dtype=dtype)
-    return Stacked(graph, problem, Draw(0, graph.agents), may_sleep), problem
+    return Network(graph, problem, Draw(0, graph.agents), may_sleep), problem
 
 
 def rounds(net, problem, masks):
@@ -126,7 +126,7 @@ def test_wide_rows_in_slices_give_the_same(graph, monkeypatch):
     net, problem = network(graph, may_sleep=False)
     v = torch.randn(20, D, dtype=torch.float64)
     whole = next(rounds(net, problem, [])).broadcast(v).laplacian()
-    monkeypatch.setattr("caden.network._SLICE", 100)
+    monkeypatch.setattr("caden.networks.heard._SLICE", 100)
     assert torch.equal(whole, next(rounds(net, problem, [])).broadcast(v).laplacian())
 
 

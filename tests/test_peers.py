@@ -16,11 +16,14 @@ import torch
 from typer.testing import CliRunner
 
 import caden
-from caden import checkpoint
 from caden.cli import app
+from caden.engine import checkpoint
 from caden.errors import CadenError, Interrupted
-from caden.peers import Fleet, _link, certify, replay, take_part
-from caden.peers._network import Free
+from caden.experiments.peer import take_part
+from caden.experiments.replay import replay
+from caden.networks import Network
+from caden.networks.peers import Fleet, Free, certify
+from caden.networks.peers import link as _link
 from caden.schedules import Draw
 from peers import QUADRATIC, as_process, as_threads, fleet_file, until
 
@@ -284,13 +287,14 @@ def test_starting_points_are_not_taken_for_messages(tmp_path):
             pass
 
     for version, index in ((0, 3), (7, -1)):
-        network = Free(graph, problem.take([0]), Draw(0, 6), 0, Fixed(version))
+        free = Free(0, Fixed(version))
+        network = Network(graph, problem.take([0]), Draw(0, 6), True, transport=free)
         context = network.round(index, everyone, work, problem)
         if index < 0:
             context.broadcast(torch.zeros(1, 4, dtype=torch.float64))
         else:
             assert not context.exchange(torch.zeros(4, 4, dtype=torch.float64))[1].any()
-        assert network.fresh == {}
+        assert free.fresh == {}
 
 
 def test_wire_bytes_are_what_the_method_needs(tmp_path):
@@ -316,7 +320,7 @@ def test_a_clipped_message_moves_no_further_than_allowed():
             pass
 
     problem, graph = caden.problems.quadratic(agents=6, dim=4), caden.graphs.ring(6)
-    network = Free(graph, problem.take([0]), Draw(0, 6), 0, Silent(), clip=2.0)
+    network = Network(graph, problem.take([0]), Draw(0, 6), True, transport=Free(0, Silent(), clip=2.0))
     everyone, work = torch.ones(6, dtype=torch.bool), torch.ones(6, dtype=torch.int64)
     got = []
     for index in range(3):

@@ -6,11 +6,12 @@ import shutil
 import numpy as np
 import pytest
 
-from caden import history
-from caden.config import experiment
+from caden.engine import history
 from caden.errors import CadenError, Interrupted
-from caden.plan import Store, digest
-from caden.tune import SPACES, held_out, points, score, space_of, tune
+from caden.experiments.config import experiment
+from caden.experiments.store import Store, digest
+from caden.experiments.tune import held_out, points, score, space_of, tune
+from caden.methods import CARDS
 
 SMALL = ["problem.hidden=8", "problem.agents=6", "graph.edges=8", "graph.p=0.5", "warmup.steps=3", "target=0.5"]
 
@@ -130,7 +131,7 @@ def test_points_cover_the_space_and_are_the_same_every_time():
 
 
 def test_all_methods_have_spaces_of_one_size():
-    for name, space in SPACES.items():
+    for name, space in ((name, card.space) for name, card in CARDS.items() if card.space):
         ranges = [v for v in space.values() if isinstance(v, dict)]
         assert len(ranges) == 1 and ranges[0]["high"] == pytest.approx(1000 * ranges[0]["low"])
         assert all(len(v) == 3 for v in space.values() if isinstance(v, list))
@@ -205,6 +206,7 @@ def test_bad_spaces_are_one_clear_line(setting, words):
 
 
 def test_methods_without_a_space_get_three_decades_around_a_default():
-    assert space_of("dgd") == {"alpha": {"low": pytest.approx(0.01), "high": pytest.approx(9.0)}}
+    own = space_of("caden.methods:dgd")  # a function of the user's, which no register knows
+    assert own == {"alpha": {"low": pytest.approx(0.01), "high": pytest.approx(9.0)}}
     with pytest.raises(CadenError, match="no search space"):
         space_of("accelerated")

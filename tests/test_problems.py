@@ -101,12 +101,6 @@ def test_module_gradient_is_plain_backward():
         torch.testing.assert_close(gradient[i], torch.cat([p.grad.flatten() for p in model.parameters()]))
 
 
-def test_nothing_is_batched_where_one_agent_takes_long(monkeypatch):
-    monkeypatch.setattr("caden.problems._module._LONG", 0.0)
-    monkeypatch.setattr("caden.problems._module.Module._batched", lambda *_: pytest.fail("was tried"))
-    assert make_module(batching="auto").batching == "loop"
-
-
 @pytest.mark.parametrize("agents", [4, 7])
 def test_vmap_equals_loop_also_with_unequal_shards(agents):
     one, other = (make_module(agents=agents, batching=b) for b in ("loop", "vmap"))
@@ -236,13 +230,19 @@ def test_the_users_model_is_not_touched():
     assert problem.dtype == torch.float32
 
 
-def test_auto_batching_takes_the_faster_way():
-    """Measured, so the evaluations are stand-ins of known speed."""
-    from caden.parallel import fastest
-
-    spent = {"loop": 0.02, "vmap": 0.001}
-    assert fastest("auto", ("loop", "vmap"), lambda way: time.sleep(spent[way])) == "vmap"
-    assert fastest("loop", ("loop", "vmap"), lambda way: pytest.fail("not measured")) == "loop"
+def test_auto_batching_follows_the_shapes(monkeypatch):
+    """The same shapes give the same way every time: small shards together, large ones and convolutions one by one."""
+    assert classification(network(), data(), agents=4).batching == "vmap"
+    assert (
+        classification(
+            nn.Sequential(nn.Unflatten(1, (1, 7)), nn.Conv1d(1, 3, 7), nn.Flatten()), data(), agents=4
+        ).batching
+        == "loop"
+    )
+    assert logistic(4, 6, samples=9).batching == "bmm"
+    assert logistic(2, 500, samples=300).batching == "turns"
+    monkeypatch.setattr("caden.problems._module._LARGE", 10)
+    assert classification(network(), data(), agents=4).batching == "loop"
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_a_batch_of_everything_gives_the_run_without_batches(batching, solver):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_each_calls_every_item_once_and_hands_on_errors(threads):
-    from caden.parallel import each
+    from caden._tensor.parallel import each
 
     before, called = torch.get_num_threads(), []
     torch.set_num_threads(threads)
@@ -366,7 +366,7 @@ def test_each_calls_every_item_once_and_hands_on_errors(threads):
 
 
 def test_a_window_is_what_picking_gives_and_a_view_only_if_rows_follow_each_other():
-    from caden.rows import pick, window
+    from caden._tensor.rows import pick, window
 
     data = torch.arange(12.0).reshape(6, 2)
     for rows in ([0], [1, 2, 3], [0, 2, 1, 3], [3, 2], [1, 1, 3], [0, 1, 2, 3, 4, 5]):

@@ -9,10 +9,11 @@ import pytest
 
 from browser import Browser, needs_chromium
 from caden import graphs, log, report, reproduce
-from caden.config import experiment
+from caden.engine.figures import Figure
 from caden.errors import CadenError
-from caden.plan import Store
-from caden.report import Figure, Report, Section, Table
+from caden.experiments.config import experiment
+from caden.experiments.store import Store
+from caden.report import Report, Section, Table
 from caden.reproduce import PUBLISHED, Plan, Scale
 
 pytestmark = pytest.mark.xdist_group("report")  # one process runs the plan once
@@ -142,7 +143,7 @@ def test_participation_is_drawn_with_both_dual_rules(tiny):
 
 
 def test_the_papers_own_numbers_confirm_the_papers_order():
-    from caden.history import Record
+    from caden.engine.history import Record
     from caden.reproduce._page import _pairs, _verdict
 
     def runs(rounds):

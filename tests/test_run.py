@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import caden
 from caden import CadenError, Diverged, Info, Interrupted, Method
-from caden.metrics import consensus, lyapunov, relative_error
-from caden.run import Warmup
+from caden.engine.metrics import consensus, lyapunov, relative_error
+from caden.engine.warmup import Warmup
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 
 import caden
 from caden.core import Objective
-from caden.run import Counted
+from caden.engine.run import Counted
 from caden.solvers import adam, exact, from_spec, gd, newton
 
 F64 = torch.float64

@@ -11,6 +11,7 @@ import torch
 import caden
 import oracles
 from caden import graphs, methods, problems, theory
+from caden.curvature import descend
 from caden.solvers import exact, gd, lbfgs
 from conftest import distance, masks
 
@@ -209,13 +210,18 @@ def test_local_rates_and_estimates_of_curvature(quadratic):
 
 
 def test_the_papers_estimator_needs_float64():
-    """Steps of 1e-7 in float32 measure rounding."""
+    """A step of 1e-7 in float64 sees the curvature along the gradient; in float32 it does not move most of x at all."""
     made = problems.PROBLEMS["classification"]
-    double = made(batching="vmap", dtype=F64, agents=4)
-    single = made(batching="vmap", agents=4)
-    x = double.start.expand(4, -1).contiguous() if double.start.ndim == 1 else double.start
-    exactly, rounded = theory.paper_estimate(double, x), theory.paper_estimate(single, x.float())
-    assert rounded > 1.5 * exactly
+    double, single = made(batching="vmap", dtype=F64, agents=4), made(batching="vmap", agents=4)
+    x, (_, ratio) = descend(double, double.start.expand(4, -1).contiguous(), ((20, 0.1), (2, 1e-7)))
+    g = double.value_and_grad(x)[1]
+    along = double.hvp(x, g).norm(dim=1) / g.norm(dim=1)
+    torch.testing.assert_close(ratio, along, rtol=1e-4, atol=0)
+    rounded = x.float()
+    moved = rounded - 1e-7 * single.value_and_grad(rounded)[1]
+    assert (moved == rounded).double().mean() > 0.9
+    _, (ratio32,) = descend(single, rounded, ((2, 1e-7),))
+    assert ((ratio32.double() - along).abs() / along).max() > 100 * ((ratio - along).abs() / along).max()
 
 
 # ---------------------------------------------------------------- stability and rate

@@ -1,20 +1,26 @@
 """CADEN and its relatives: agents on a graph train one model together without a server."""
 
-from caden import data, graphs, log, methods, parallel, problems, schedules, solvers, theory
+from caden import data, graphs, methods, problems, schedules, solvers, theory
+from caden._tensor.parallel import keep_freed_memory
+from caden._version import __version__ as __version__
 from caden.core import Info, LocalSolver, Method, Objective, Problem, Round
+from caden.engine import log
+from caden.engine.history import Result
+from caden.engine.options import Conditions, Keeping, Stopping
+from caden.engine.simulate import simulate
+from caden.engine.warmup import Warmup
 from caden.errors import CadenError, Diverged, Interrupted, RunError
+from caden.experiments.compare import compare
 from caden.graphs import Graph
-from caden.history import Result
-from caden.run import Warmup, simulate
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CadenError",
+    "Conditions",
     "Diverged",
     "Graph",
     "Info",
     "Interrupted",
+    "Keeping",
     "LocalSolver",
     "Method",
     "Objective",
@@ -22,12 +28,14 @@ __all__ = [
     "Result",
     "Round",
     "RunError",
+    "Stopping",
     "Warmup",
+    "compare",
     "data",
     "graphs",
+    "keep_freed_memory",
     "log",
     "methods",
-    "parallel",
     "problems",
     "schedules",
     "simulate",

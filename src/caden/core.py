@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from caden.errors import CadenError
 from caden.graphs import Graph
 
 
@@ -120,6 +121,14 @@ class Info(NamedTuple):
     rejected: int = 0  # trial points thrown away by line searches
     fallbacks: int = 0  # local iterations that gave up their direction for a safe gradient step
     stalled: tuple[int, ...] = ()  # rows that found no acceptable point at all
+    heard: Heard | None = None  # the broadcast of x, if the method adapts to it
+
+
+class Verdict(NamedTuple):
+    """What theory says of a method's parameters before a run."""
+
+    refusal: str | None = None  # one line: why the run must diverge, and what would work
+    warning: str | None = None  # one line: what is risky
 
 
 class Method(NamedTuple):
@@ -133,34 +142,73 @@ class Method(NamedTuple):
     init: Callable[[Tensor, Round], Any]
     step: Callable[[Any, Round], tuple[Any, Info]]
     name: str = "method"
+    examine: Callable[[Round], Verdict] | None = None  # asked once, before `init`
+    adapt: Callable[[Any, Any, Round, Info], Any] | None = None  # old state, new state -> new one with other parameters
+
+    def advance(self, state: Any, round: Round) -> tuple[Any, Info]:
+        """One round: `step`, then `adapt`."""
+        new, info = self.step(state, round)
+        if self.adapt is not None:
+            new = self.adapt(state, new, round, info)
+        return new, info._replace(heard=None)  # it holds rows
 
 
-class Problem(Protocol):
+class Problem:
     """f_1 ... f_m, one function per agent; x has one row per agent asked for.
 
-    A problem with mini-batches also has `at(round)`, which gives that round's functions, marked as `stochastic`.
+    Subclass it and define what has no default. An object of any other class with these members will do, too.
     """
 
-    @property
-    def agents(self) -> int: ...
-    @property
-    def dim(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
+    agents: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+    start: Tensor | None = None  # (d,) or (m, d) where a run begins unless it is told otherwise; None: at zero
+    hessian: Tensor | None = None  # (m, d, d) if the f_i are quadratic
+    batching: str = ""  # "loop" or "turns": agents are evaluated one by one, so that one may run ahead of the others
+    stochastic: bool = False  # these are the functions of one round: values of another round are of other functions
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(k', d) -> (k',), (k', d): values and gradients of the agents `rows` (all of them if None)."""
+        raise NotImplementedError
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Hessian of f_i at x_i times v_i, row by row."""
+        """Hessian of f_i at x_i times v_i, row by row; only second-order methods and solvers ask for it."""
+        raise CadenError(f"{type(self).__name__} has no Hessian-vector products (`hvp`), which this method needs.")
 
     def take(self, agents: list[int]) -> Problem:
-        """The part of the problem that a process hosts."""
+        """The part of the problem that a process hosts; only distributed runs ask for it."""
+        raise CadenError(f"{type(self).__name__} cannot be spread over processes: it has no `take`.")
 
     def evaluate(self, x: Tensor) -> dict[str, Tensor]:
-        """(k,) per extra metric, for example the test accuracy of each local model; may be empty."""
+        """(k,) per extra metric, for example the test accuracy of each local model."""
+        return {}
+
+    def at(self, round: int) -> Problem:
+        """The functions of a round, if they change: mini-batches are a sample of the whole."""
+        return self
+
+    def module(self, vector: Tensor) -> nn.Module:
+        """The user's model with the parameters `vector` (d,)."""
+        raise CadenError("Only a problem made from an nn.Module has a module; take `result.mean`.")
+
+
+class _Completed(Problem):
+    """An object of the user's with the defaults of `Problem` for what it lacks."""
+
+    def __init__(self, problem: Any):
+        members = [name for name in {*dir(Problem), *Problem.__annotations__} if not name.startswith("_")]
+        vars(self).update({name: getattr(problem, name) for name in members if hasattr(problem, name)})
+
+
+def complete(problem: Any) -> Problem:
+    """Any object with a problem's members as a `Problem`."""
+    if isinstance(problem, Problem):
+        return problem
+    for name in ("agents", "dim", "dtype", "device", "value_and_grad"):
+        if not hasattr(problem, name):
+            raise CadenError(f"{type(problem).__name__!r} is not a problem: it has no `{name}`; see `caden.Problem`.")
+    return _Completed(problem)
 
 
 class Objective(NamedTuple):
@@ -192,3 +240,4 @@ class LocalSolver(NamedTuple):
     init: Callable[[Problem, Tensor, Tensor | None], Any]  # problem, x, known curvature (k,)
     solve: Callable[[Objective, Tensor, Tensor, Any], Solved]  # objective, x, work (k,), memory
     name: str = "solver"
+    exact: bool = False  # any amount of work solves a quadratic subproblem

@@ -6,10 +6,7 @@ import math
 import numbers
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from caden.history import Result
+from typing import Any
 
 
 class CadenError(ValueError):
@@ -19,7 +16,7 @@ class CadenError(ValueError):
 class RunError(RuntimeError):
     """A run that could not finish. What it recorded until then is kept in `result`."""
 
-    result: Result | None = None
+    result: Any = None  # a `caden.Result`
 
 
 class Diverged(RunError):

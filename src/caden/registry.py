@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from caden.errors import CadenError, choose
@@ -14,13 +14,18 @@ Factory = Callable[..., Any]
 
 
 def load_object(name: str) -> Any:
-    """The object behind "module:name"; modules in the current folder count."""
-    module, _, attribute = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    """The object behind "module:name" or "path/to/file.py:name"."""
+    source, _, attribute = name.rpartition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        if not source.endswith(".py"):
+            return getattr(importlib.import_module(source), attribute)
+        spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{source} is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, attribute)
+    except (ImportError, AttributeError, ValueError, OSError) as error:
         raise CadenError(f"Cannot load {name!r}: {error}.") from None
 
 

@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from caden.checkpoint import flatten, restore
+from caden._tensor.states import flatten, restore
 from caden.core import Info, Method, Round
 from caden.errors import whole
 from caden.methods._dense import must_be_awake
+from caden.methods._registry import METHODS, register
+from caden.registry import make
 
 
 class State(NamedTuple):
@@ -73,11 +75,22 @@ def _with_rows(inner: Any, rows: Tensor, round: Round) -> Any:
     return restore(inner, tensors, "")
 
 
+@register(check={"method": {"name": "caden", "mu_z": 0.4, "solver": "exact"}})
 def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 3) -> Method:
-    """Any method, its fixed-point map accelerated with `secants` secant pairs; needs everyone awake."""
-    from caden.methods import METHODS  # this one is among them
-    from caden.registry import make
+    """Any method, its fixed-point map accelerated with secant pairs; needs everyone awake.
 
+    Args:
+        method: the method to accelerate, as an object, a name or a table.
+        secants: how many secant pairs are kept.
+
+    Reference: Zhou, Alexander and Lange, Statistics and Computing 21, 2011.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.accelerated(caden.methods.caden(mu_z=0.4)), problem, graph, rounds=60)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     table = {"name": method} if isinstance(method, str) else method
     base: Method = table if isinstance(table, Method) else make("method", METHODS, table)
     q = whole("secants", secants, least=1)
@@ -97,7 +110,7 @@ def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 
 
     def step(state: State, round: Round) -> tuple[State, Info]:
         before = _rows(state.inner)
-        inner, info = base.step(state.inner, round)
+        inner, info = base.advance(state.inner, round)
         now = _rows(inner)
         if state.halfway:
             return jump(state, before, now, inner, round)
@@ -120,4 +133,4 @@ def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 
         new = State(inner.x, inner, state.move, now, state.u, state.v, state.stored + 1, state.residual, False)
         return new, Info()
 
-    return Method(init, step, "accelerated")
+    return Method(init, step, "accelerated", base.examine)

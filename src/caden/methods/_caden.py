@@ -27,23 +27,18 @@ If nobody can ever sleep, the same iterates come from agent variables alone, whi
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from caden import solvers
-from caden.core import Heard, Info, LocalSolver, Method, Objective, Round
+from caden.core import Heard, Info, LocalSolver, Method, Objective, Round, Verdict
+from caden.curvature import smoothness
 from caden.errors import CadenError, choose, number, positive
-from caden.graphs import Graph
-from caden.theory import Opinion, examine, smoothness
-
-# mu_z = "auto": where it starts, in L / (mean degree), and how it goes on; docs/parameters.md has the measurements.
-START = 0.006
-CHECKS = (6, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rounds after which mu_z may change
-BAND = (0.5, 1.7)  # it does if curvature x |primal residual| / |dual residual| is not within this of what is wanted
-LARGEST_CHANGE = 30.0
+from caden.methods._auto import CHECKS, balance, first_penalty
+from caden.methods._registry import PENALTY, RELAX, register
+from caden.theory import examine
 
 
 class State(NamedTuple):
@@ -59,6 +54,12 @@ class State(NamedTuple):
     tally: Tensor | None  # (k, 3) residuals and curvature since mu_z was last looked at, if it is "auto"
 
 
+@register(
+    check={"mu_z": 0.4, "solver": "exact"},
+    survives="sleep links compression",
+    space={"mu_z": PENALTY, "relax": RELAX},
+    theory=True,
+)
 def caden(
     mu_z: float | str = "auto",
     mu_y: float | None = None,
@@ -87,52 +88,31 @@ def caden(
     >>> bool((result.mean - problem.solution).norm() < 1e-8)
     True
     """
-    choose("dual", dual, ("exact", "paper"))
-    if mu_z != "auto":
-        positive("mu_z", mu_z)
-    if mu_y is not None:
-        positive("mu_y", mu_y)
-    positive("growth", growth)
-    if not 0 < number("relax", relax) < 1:
-        raise CadenError(f"`relax` must lie in (0, 1), got {relax}.")
-    if dual == "paper" and relax != 0.5:
-        raise CadenError('`relax` belongs to `dual="exact"`; the paper\'s rule has none (0.5).')
+    _check(mu_z, mu_y, dual, relax, growth)
     local = solvers.from_spec(solver)
+
+    def penalties(mu: Tensor, index: int) -> tuple[Tensor, Tensor | float]:
+        """mu_z and mu_y of a round."""
+        factor = torch.tensor(growth, dtype=mu.dtype, device=mu.device) ** index
+        return mu * factor, mu * factor if mu_y is None else mu_y * factor
 
     def init(x: Tensor, round: Round) -> State:
         curvature, tally = round.curvature, None
-        if mu_z == "auto":
+        if isinstance(mu_z, str):
             curvature = smoothness(round.problem, x) if curvature is None else curvature
-            steepest = round.maximum(curvature).to(x.dtype)
-            steepest = torch.where(steepest > 0, steepest, 1)  # all gradients vanish here: nothing is known
-            mu = START * steepest / (2 * len(round.graph.edges) / round.graph.agents)
-            tally = x.new_zeros(len(x), 3)
+            mu, tally = first_penalty(round.maximum(curvature).to(x.dtype), round.graph), x.new_zeros(len(x), 3)
         else:
             mu = torch.as_tensor(mu_z, dtype=x.dtype, device=x.device)
-        near_exact = local.name in ("exact", "newton") or int(round.work.min()) >= 2 * min(round.problem.dim, 10)
-        if mu_z == "auto":
-            opinion = Opinion()  # mu_z will move
-        else:
-            step_y = float(mu) if mu_y is None else mu_y
-            opinion = examine(round.problem, round.graph, float(mu), step_y, relax, round.may_sleep, near_exact)
-        if opinion.refusal and not unsafe:
-            raise CadenError(f"{opinion.refusal} (`unsafe=true` runs it all the same.)")
-        if opinion.warning:
-            warnings.warn(opinion.warning, stacklevel=2)
-        if dual == "paper" and round.may_sleep:
-            warnings.warn('`dual="paper"` with sleeping agents does not reach a stationary point.', stacklevel=2)
         heard = round.broadcast(x)
-        first, second = heard.ends()
-        edges_form = dual == "exact" and round.may_sleep
-        s = (first + second) / 2 if edges_form else None
-        y = torch.zeros_like(first) if edges_form else None
+        s = y = None
+        if dual == "exact" and round.may_sleep:
+            first, second = heard.ends()
+            s, y = (first + second) / 2, torch.zeros_like(first)
         memory = local.init(round.problem, x, curvature)
         return State(x, torch.zeros_like(x), heard.laplacian() / 2, memory, mu, s, y, tally)
 
     def step(state: State, round: Round) -> tuple[State, Info]:
-        factor = torch.tensor(growth, dtype=state.mu_z.dtype, device=state.mu_z.device) ** round.index
-        mu = state.mu_z * factor
-        step_y = mu if mu_y is None else mu_y * factor
+        mu, step_y = penalties(state.mu_z, round.index)
         objective = Objective(round.problem, state.phi + mu * state.gap, mu * round.degree)
         solved = local.solve(objective, state.x, round.work, state.memory)
         heard = round.broadcast(solved.x)
@@ -142,47 +122,65 @@ def caden(
         else:
             phi, gap = _agents(state, solved.x, heard, round, relax, step_y)
         new = State(solved.x, phi, gap, solved.memory, state.mu_z, s, y, state.tally)
-        if round.index < max(CHECKS):
-            new = _balance(state, new, heard, round, mu)
-        return new, solved.info
+        return new, solved.info if state.tally is None else solved.info._replace(heard=heard)
 
-    return Method(init, step, "caden")
+    def adapt(old: State, new: State, round: Round, info: Info) -> State:
+        if old.tally is None or info.heard is None or round.index >= max(CHECKS):
+            return new
+        adapted: State = balance(old, new, info.heard, round, penalties(old.mu_z, round.index)[0])
+        return adapted
+
+    def ask(round: Round) -> Verdict:
+        near_exact = local.exact or int(round.work.min()) >= 2 * min(round.problem.dim, 10)
+        return _verdict(round, mu_z, mu_y, dual, relax, near_exact, unsafe)
+
+    return Method(init, step, "caden", ask, adapt)
 
 
-def _balance(old: State, new: State, heard: Heard, round: Round, mu: Tensor) -> State:
-    """Tally the residuals; in a round of CHECKS, move mu_z so that neither of them lags behind.
+@register(check={"mu_z": 0.4}, survives="sleep links compression", space={"mu_z": PENALTY, "relax": RELAX}, theory=True)
+def caden_gd(mu_z: float | str = "auto", step: float | None = None, **options: Any) -> Method:
+    """CADEN with gradient descent as the local solver.
 
-    Agent i's part of the primal residual is sum_j |x_i - x_j|^2 / 4, of the dual one mu_z |change of sum_j z_ij|: how
-    far the neighbours are, and what the last move of the anchors did to the subproblem. The first is in units of x, the
-    second in units of gradients; between them stands the curvature that the agents met, |change of grad f_i| / |change
-    of x_i| over a round. phi is not scaled by mu_z, so nothing else changes with it.
+    Args:
+        mu_z: as for `caden`.
+        step: fixed step of the gradient descent; by default 1 / (rho_i + L_i).
+        options: those of `caden`.
+
+    Reference: Yi, Zeng and Freris, arXiv:2504.04073, 2025.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.caden_gd(mu_z=0.4), problem, graph, rounds=400)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
     """
-    if old.tally is None:
-        return new
-    moved, bent = new.x - old.x, new.memory.gradient - old.memory.gradient
-    anchors = round.degree * moved - (new.gap - old.gap)
-    squares = [heard.disagreement() / 4] + [
-        torch.linalg.vector_norm(v, dim=1) ** 2 for v in (mu * anchors, moved, bent)
-    ]
-    rounding = (1e3 * torch.finfo(moved.dtype).eps * torch.linalg.vector_norm(new.x, dim=1)) ** 2
-    curvature = torch.where(squares[2] > rounding, squares[3] / squares[2], 0)  # of a move that is more than noise
-    tally = old.tally + torch.stack([squares[0], squares[1], 0 * curvature], dim=1)
-    tally[:, 2] = torch.maximum(tally[:, 2], curvature)
-    if round.index + 1 not in CHECKS:
-        return new._replace(tally=tally)
-    primal, dual, curved = (round.maximum(column) for column in tally.unbind(1))
-    ratio = float((curved * primal / dual).sqrt()) / _wanted(round.graph)
-    factor = 1.0
-    if 0 < ratio < BAND[0] or BAND[1] < ratio < float("inf"):
-        factor = min(max(ratio**0.5, 1 / LARGEST_CHANGE), LARGEST_CHANGE)
-    return new._replace(mu_z=new.mu_z * factor, tally=tally * 0)
+    return caden(mu_z, solver=solvers.gd(step), **options)._replace(name="caden_gd")
 
 
-def _wanted(graph: Graph) -> float:
-    """The ratio of residuals to aim for: measured best ones follow 3 (lambda_min / mean degree)^(1/3)."""
-    if graph.agents > 1500:  # the spectrum would take longer than it saves
-        return 1.5
-    return float(3 * (graph.spectrum[0] / graph.degrees.mean()) ** (1 / 3))
+def _check(mu_z: float | str, mu_y: float | None, dual: str, relax: float, growth: float) -> None:
+    choose("dual", dual, ("exact", "paper"))
+    for name, value in (("mu_z", mu_z), ("mu_y", mu_y), ("growth", growth)):
+        if value is not None and not (name == "mu_z" and value == "auto"):
+            positive(name, value)
+    if not 0 < number("relax", relax) < 1:
+        raise CadenError(f"`relax` must lie in (0, 1), got {relax}.")
+    if dual == "paper" and relax != 0.5:
+        raise CadenError('`relax` belongs to `dual="exact"`; the paper\'s rule has none (0.5).')
+
+
+def _verdict(
+    round: Round, mu_z: float | str, mu_y: float | None, dual: str, relax: float, near_exact: bool, unsafe: bool
+) -> Verdict:
+    """What theory says of the parameters; of mu_z = "auto", which will move, nothing."""
+    verdict = Verdict()
+    if not isinstance(mu_z, str):
+        step_y = mu_z if mu_y is None else mu_y
+        verdict = examine(round.problem, round.graph, mu_z, step_y, relax, round.may_sleep, near_exact)
+    if verdict.refusal is not None:
+        return Verdict() if unsafe else Verdict(f"{verdict.refusal} (`unsafe=true` runs it all the same.)")
+    if dual == "paper" and round.may_sleep:
+        return Verdict(warning='`dual="paper"` with sleeping agents does not reach a stationary point.')
+    return verdict
 
 
 def _agents(

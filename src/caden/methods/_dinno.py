@@ -20,6 +20,7 @@ from torch import Tensor
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
 from caden.errors import positive
+from caden.methods._registry import PENALTY, register
 
 
 class State(NamedTuple):
@@ -28,8 +29,27 @@ class State(NamedTuple):
     memory: Any
 
 
+@register(
+    check={"rho": 0.2, "growth": 1.0, "solver": "exact"},
+    survives="sleep links compression",
+    space={"rho": PENALTY, "growth": [1.0, 1.0003, 1.003]},
+)
 def dinno(rho: float = 0.05, growth: float = 1.0003, solver: LocalSolver | str | dict[str, Any] = "adam") -> Method:
-    """DiNNO with penalty `rho` times `growth` to the round."""
+    """DiNNO: consensus ADMM whose dual moves before the local steps.
+
+    Args:
+        rho: penalty.
+        growth: factor on `rho` in every round.
+        solver: local solver, as an object, a name or a table.
+
+    Reference: Yu, Vincent and Schwager, IEEE RA-L 7(2), 2022.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.dinno(0.2, growth=1.0, solver="exact"), problem, graph, rounds=200)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("rho", rho), positive("growth", growth)
     local = solvers.from_spec(solver)
 

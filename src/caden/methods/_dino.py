@@ -7,8 +7,11 @@ Every agent holds the same x; g is the mean gradient and H_i the local Hessian:
     p_i = -v - l w,  w = (H_i^2 + phi^2 I)^-1 g,  l = (theta |g|^2 - v.g) / (w.g)
     p = mean p_i;   x <- x + a p,  a = 1, 1/2, 1/4 ... until mean f falls by rho a |p.g|
 
-so that p descends on the sum of any smooth f_i. The inverses by conjugate gradients on Hessian-vector products. A
-server method: two vectors up and two down per agent and round, and a scalar each way per trial length and one more.
+so that p descends on the sum of any smooth f_i. The inverses by conjugate gradients on Hessian-vector products. Where
+the change of f is within its rounding, it is read off the slopes at both ends, a p.(g + g')/2 (Hager and Zhang's
+approximate condition, SIAM J. Optim. 16(1), 2005): otherwise steps that climb by less than the rounding would be taken,
+and which ones would depend on the last bit. A server method: two vectors up and two down per agent and round, and two
+scalars each way per trial length and two more.
 
 Sleeping agents: refused; the mean gradient and the descent test need everyone.
 """
@@ -23,6 +26,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import positive, whole
 from caden.methods._dense import must_be_awake
+from caden.methods._registry import register
 from caden.solvers._newton import conjugate_gradients
 
 _HALVINGS = 30
@@ -34,10 +38,26 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
+@register(check={"tolerance": 1e-12}, space={"theta": {"low": 1e-5, "high": 1e-2}, "phi": [1e-6, 1e-4, 1e-2]})
 def dino(
     theta: float = 1e-4, phi: float = 1e-6, rho: float = 1e-4, iterations: int = 50, tolerance: float = 1e-4
 ) -> Method:
-    """DINO with its authors' constants; at most `iterations` of conjugate gradients; needs everyone awake."""
+    """DINO with its authors' constants; needs everyone awake.
+
+    Args:
+        theta: least descent along each agent's direction, in |g|^2.
+        phi: regularisation of the squared Hessians.
+        rho: least decrease of the line search, in the slope.
+        iterations, tolerance: of conjugate gradients.
+
+    Reference: Crane and Roosta, ICML 2020.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.dino(tolerance=1e-12), problem, graph, rounds=60)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("theta", theta), positive("phi", phi), positive("rho", rho)
     whole("iterations", iterations, least=1), positive("tolerance", tolerance)
 
@@ -63,11 +83,20 @@ def dino(
             v = v + torch.where(lacking > 0, lacking / (w * g).sum(1), 0).unsqueeze(1) * w
         p = round.average(-v)
 
-        slope, before, length = p @ g[0], round.average(state.value.unsqueeze(1)), 1.0
-        slack = 10 * torch.finfo(x.dtype).eps * before.abs()  # below it, differences of f are rounding
+        def along(value: Tensor, gradient: Tensor) -> tuple[float, float]:
+            """Mean value, and its slope along p."""
+            height, slope = round.average(torch.stack([value, gradient @ p], dim=1)).tolist()
+            return height, slope
+
+        (before, slope), length = along(state.value, state.gradient), 1.0
+        rounding = 10 * torch.finfo(x.dtype).eps * abs(before)
         for _ in range(_HALVINGS):
             value, gradient = round.problem.value_and_grad(x + length * p)
-            if bool(round.average(value.unsqueeze(1)) <= before + slack + length * rho * slope):
+            after, slope_there = along(value, gradient)
+            change = after - before
+            if abs(change) <= rounding:
+                change = length * (slope + slope_there) / 2
+            if change <= length * rho * slope:
                 return State(x + length * p, value, gradient), Info(value, gradient)
             length /= 2
         return state, Info(state.value, state.gradient)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from caden.core import LocalSolver, Method
 from caden.errors import choose, positive
 from caden.methods._caden import caden
+from caden.methods._registry import PENALTY, register
 from caden.solvers import gd, lbfgs, newton
 
 
@@ -27,15 +28,50 @@ def _one_step(solver: LocalSolver) -> LocalSolver:
     )
 
 
+@register(
+    check={"mu_z": 0.4, "step": "newton", "eps": 0.2},
+    survives="sleep links compression",
+    space={"mu_z": PENALTY, "step": ["gd", "newton", "lbfgs"], "eps": [0.3, 1.0, 3.0]},
+)
 def druid(mu_z: float = 0.1, step: str = "lbfgs", eps: float = 1.0) -> Method:
-    """DRUID with penalty `mu_z` and a "gd", "newton" or "lbfgs" step; `eps` covers the curvature that J_i misses."""
+    """DRUID: CADEN with a single curvature-aided step a round.
+
+    Args:
+        mu_z: penalty.
+        step: kind of local step, "gd", "newton" or "lbfgs".
+        eps: covers the curvature that the step's model of it misses.
+
+    Reference: Li, Voulgaris, Stipanovic and Freris, IEEE TAC 68(11), 2023.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.druid(0.4, "newton", 0.2), problem, graph, rounds=200)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("mu_z", mu_z), positive("eps", eps)
     kinds = {"gd": gd(curvature=eps), "newton": newton(eps=eps), "lbfgs": lbfgs(line_search="none", eps=eps)}
     solver = kinds[choose("step", step, kinds)]
     return caden(mu_z=mu_z, solver=_one_step(solver))._replace(name="druid")
 
 
+@register(
+    check={"c": 0.2, "rho": 1.0}, survives="sleep links compression", space={"c": PENALTY, "rho": [0.5, 2.0, 10.0]}
+)
 def dlm(c: float = 0.05, rho: float = 2.0) -> Method:
-    """DLM: linearised ADMM with penalty `c` and proximal weight `rho`."""
+    """DLM: linearised ADMM, one gradient a round.
+
+    Args:
+        c: penalty.
+        rho: proximal weight; it covers the curvature of the f_i.
+
+    Reference: Ling, Shi, Wu and Ribeiro, IEEE TSP 63(15), 2015.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.dlm(0.2, 1.0), problem, graph, rounds=400)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("c", c), positive("rho", rho)
     return caden(mu_z=2 * c, solver=_one_step(gd(curvature=rho)))._replace(name="dlm")

@@ -24,6 +24,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import positive, whole
 from caden.methods._first_order import awake, refresh
+from caden.methods._registry import PENALTY, register
 from caden.solvers._newton import conjugate_gradients, damped_hessian
 
 
@@ -56,8 +57,25 @@ def _direction(
     return d
 
 
+@register(
+    check={"alpha": 1.0, "eps": 0.5}, survives="links compression", space={"alpha": PENALTY, "eps": [0.3, 1.0, 3.0]}
+)
 def esom(alpha: float = 1.0, order: int = 0, eps: float = 1.0) -> Method:
-    """ESOM-`order` with penalty `alpha` and proximal weight `eps`."""
+    """ESOM-K: a second-order method of multipliers, for convex f_i.
+
+    Args:
+        alpha: penalty.
+        order: terms K of the expansion, each an exchange.
+        eps: proximal weight.
+
+    Reference: Mokhtari, Shi, Ling and Ribeiro, IEEE TSIPN 2(4), 2016.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.esom(1.0, eps=0.5), problem, graph, rounds=400)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("alpha", alpha), positive("eps", eps), whole("order", order)
 
     def init(x: Tensor, round: Round) -> State:
@@ -81,8 +99,23 @@ class NewtonState(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
+@register(check={"alpha": 0.1}, space={"alpha": {"low": 0.01, "high": 10.0}})
 def network_newton(alpha: float = 0.1, order: int = 1, step_size: float = 1.0) -> Method:
-    """Network Newton NN-`order` with penalty parameter `alpha` (biased; the smaller, the less and the slower)."""
+    """Network Newton NN-K; biased: it minimises a penalty function.
+
+    Args:
+        alpha: weight of f in the penalty function; the smaller, the less biased and the slower.
+        order: terms K of the expansion, each an exchange.
+        step_size: of the Newton direction.
+
+    Reference: Mokhtari, Ling and Ribeiro, IEEE TSP 65(1), 2017.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.network_newton(0.01), problem, graph, rounds=300)
+    >>> bool((result.mean - problem.solution).norm() < 0.3)
+    True
+    """
     positive("alpha", alpha), positive("step_size", step_size), whole("order", order)
 
     def init(x: Tensor, round: Round) -> NewtonState:

@@ -21,6 +21,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import positive
 from caden.methods._first_order import awake, refresh
+from caden.methods._registry import STEP, register
 
 
 class State(NamedTuple):
@@ -31,8 +32,21 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
+@register(check={"alpha": 0.5}, survives="sleep links compression", space={"alpha": STEP})
 def extra(alpha: float = 0.3) -> Method:
-    """EXTRA with step `alpha`."""
+    """EXTRA.
+
+    Args:
+        alpha: step size.
+
+    Reference: Shi, Ling, Wu and Yin, SIAM J. Optim. 25(2), 2015.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.extra(0.5), problem, graph, rounds=300)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("alpha", alpha)
 
     def init(x: Tensor, round: Round) -> State:

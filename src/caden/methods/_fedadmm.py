@@ -21,6 +21,7 @@ from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
 from caden.errors import positive
 from caden.methods._first_order import awake
+from caden.methods._registry import PENALTY, register
 
 
 class State(NamedTuple):
@@ -30,8 +31,24 @@ class State(NamedTuple):
     memory: Any
 
 
+@register(
+    check={"rho": 0.3, "solver": "exact"}, survives="sleep", space={"rho": PENALTY, "solver": ["gd", "agd", "lbfgs"]}
+)
 def fedadmm(rho: float = 0.3, solver: LocalSolver | str | dict[str, Any] = "gd") -> Method:
-    """FedADMM with penalty `rho`."""
+    """FedADMM, through a server.
+
+    Args:
+        rho: penalty.
+        solver: local solver, as an object, a name or a table.
+
+    Reference: Gong, Li and Freris, ICDE 2022.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.fedadmm(0.3, solver="exact"), problem, graph, rounds=200)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("rho", rho)
     local = solvers.from_spec(solver)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from caden._tensor.parallel import WAYS
+from caden._tensor.rows import apart, index, pick
 from caden.core import Round
-from caden.parallel import WAYS
-from caden.rows import index, pick
 
 
 def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,8 @@ def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[T
 
 def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
     """`work[i]` steps v <- v - step (grad f_i(v) + correction_i) from x; agents with no work stay."""
-    if way := WAYS.get(getattr(round.problem, "batching", "")):
+    way = WAYS["loop"] if apart() else WAYS.get(round.problem.batching)
+    if way is not None:
         return _one_by_one(way, round, x, step, correction)
     v = x
     for iteration in range(int(round.work.max())):

@@ -22,6 +22,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import choose, positive
 from caden.methods._first_order import awake, refresh
+from caden.methods._registry import STEP, register
 
 
 class State(NamedTuple):
@@ -31,8 +32,26 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
+@register(
+    check={"alpha": 0.3},
+    survives="sleep links compression",
+    space={"alpha": STEP, "form": ["atc", "semi_b", "non_atc"]},
+)
 def gt(alpha: float = 0.3, form: str = "atc") -> Method:
-    """Gradient tracking with step `alpha`, in the form "atc", "semi_a", "semi_b" or "non_atc"."""
+    """Gradient tracking.
+
+    Args:
+        alpha: step size.
+        form: what is mixed after the step: "atc", "semi_a", "semi_b" or "non_atc".
+
+    Reference: Alghunaim and Yuan, IEEE TSP 70, 2022.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.gt(0.3), problem, graph, rounds=300)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("alpha", alpha)
     choose("form", form, ("atc", "semi_a", "semi_b", "non_atc"))
 
@@ -57,6 +76,19 @@ def gt(alpha: float = 0.3, form: str = "atc") -> Method:
     return Method(init, step, "gt")
 
 
+@register(check={"alpha": 0.2}, survives="sleep links compression", space={"alpha": STEP})
 def diging(alpha: float = 0.05) -> Method:
-    """DIGing: gradient tracking in its non-ATC form."""
+    """DIGing: gradient tracking in its non-ATC form.
+
+    Args:
+        alpha: step size.
+
+    Reference: Nedic, Olshevsky and Shi, SIAM J. Optim. 27(4), 2017.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.diging(0.2), problem, graph, rounds=600)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     return gt(alpha, "non_atc")._replace(name="diging")

@@ -18,12 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from caden._tensor.rows import dot
 from caden.core import Info, Method, Round
+from caden.curvature import smoothness
 from caden.errors import positive, whole
 from caden.methods._first_order import awake, refresh
-from caden.rows import dot
+from caden.methods._registry import register
 from caden.solvers._lbfgs import Pairs, direction, no_pairs
-from caden.theory import smoothness
 
 
 class State(NamedTuple):
@@ -37,8 +38,27 @@ class State(NamedTuple):
     stored: Tensor
 
 
+@register(
+    check={"alpha": 0.1, "eps": 0.3},
+    survives="sleep links compression",
+    space={"alpha": {"low": 0.003, "high": 3.0}, "eps": [0.1, 1.0, 10.0]},
+)
 def gt_lbfgs(alpha: float = 0.3, eps: float = 1.0, memory: int = 10) -> Method:
-    """Gradient tracking along damped L-BFGS directions, with step `alpha` and regularisation `eps`."""
+    """Gradient tracking along damped L-BFGS directions.
+
+    Args:
+        alpha: step size.
+        eps: regularisation of the local Hessian estimates.
+        memory: pairs kept per agent.
+
+    Reference: after Zhang, Liu, So and Ling, IEEE TSP 71, 2023.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.gt_lbfgs(0.1, eps=0.3), problem, graph, rounds=400)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("alpha", alpha), positive("eps", eps), whole("memory", memory, least=1)
 
     def init(x: Tensor, round: Round) -> State:

@@ -20,6 +20,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import CadenError, number, positive
 from caden.methods._first_order import local_descent
+from caden.methods._registry import STEP, register
 
 
 class State(NamedTuple):
@@ -27,8 +28,28 @@ class State(NamedTuple):
     z: Tensor  # (2e, d) arcs
 
 
+@register(
+    check={"gamma": 0.2, "beta": 0.1, "rho": 0.4},
+    survives="sleep links loss delay compression",
+    space={"gamma": STEP, "beta": [0.02, 0.05, 0.1], "rho": [0.1, 0.3, 1.0]},
+)
 def lt_admm(gamma: float = 0.1, beta: float = 0.05, rho: float = 0.3, alpha: float = 0.5) -> Method:
-    """LT-ADMM with local step `gamma`, `beta` for the dual part (beta rho d_max local_steps must stay small)."""
+    """LT-ADMM: relaxed ADMM with local gradient steps.
+
+    Args:
+        gamma: local step size.
+        beta: step of the dual part; beta rho d_max local_steps must stay small.
+        rho: penalty.
+        alpha: relaxation, in (0, 1).
+
+    Reference: Ren, Bastianello, Johansson and Parisini, 2024.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.lt_admm(0.2, 0.1, 0.4), problem, graph, rounds=600)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("gamma", gamma), positive("beta", beta), positive("rho", rho)
     if not 0 < number("alpha", alpha) < 1:
         raise CadenError(f"`alpha` must lie in (0, 1), got {alpha}.")

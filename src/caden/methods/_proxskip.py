@@ -18,6 +18,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import CadenError, number, positive
 from caden.methods._first_order import awake, refresh
+from caden.methods._registry import STEP, register
 
 
 class State(NamedTuple):
@@ -27,8 +28,25 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
+@register(
+    check={"alpha": 0.5, "p": 0.5}, survives="sleep links compression", space={"alpha": STEP, "p": [0.2, 0.5, 1.0]}
+)
 def proxskip(alpha: float = 0.3, p: float = 0.5, chi: float = 1.0) -> Method:
-    """Decentralised ProxSkip with step `alpha`, communicating with probability `p`; `chi` >= 1 damps the mixing."""
+    """Decentralised ProxSkip: gradient steps, and an exchange now and then.
+
+    Args:
+        alpha: step size.
+        p: probability of an exchange in a round.
+        chi: at least 1; damps the mixing.
+
+    Reference: Mishchenko, Malinovsky, Stich and Richtarik, ICML 2022.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.proxskip(0.5), problem, graph, rounds=600)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("alpha", alpha)
     if not 0 < number("p", p) <= 1:
         raise CadenError(f"`p` must lie in (0, 1], got {p}.")

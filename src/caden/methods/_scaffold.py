@@ -19,6 +19,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import positive
 from caden.methods._first_order import awake, local_descent
+from caden.methods._registry import STEP, register
 
 
 class State(NamedTuple):
@@ -28,8 +29,22 @@ class State(NamedTuple):
     server_control: Tensor  # (d,)
 
 
+@register(check={"alpha": 0.3}, survives="sleep", space={"alpha": STEP, "gamma": [0.5, 0.75, 1.0]})
 def scaffold(alpha: float = 0.3, gamma: float = 1.0) -> Method:
-    """SCAFFOLD with local step `alpha` and server step `gamma`."""
+    """SCAFFOLD, through a server.
+
+    Args:
+        alpha: local step size.
+        gamma: server step size.
+
+    Reference: Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, ICML 2020.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    >>> result = caden.simulate(caden.methods.scaffold(0.3), problem, graph, rounds=300)
+    >>> bool((result.mean - problem.solution).norm() < 1e-6)
+    True
+    """
     positive("alpha", alpha), positive("gamma", gamma)
 
     def init(x: Tensor, round: Round) -> State:

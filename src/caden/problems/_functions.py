@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from caden._tensor.rows import listed
+from caden.core import Problem
 from caden.errors import CadenError, whole
-from caden.rows import listed
 
 Function = Callable[[Tensor], Tensor]
 
 
-class Functions:
+class Functions(Problem):
     """Gradients by autograd, agent by agent."""
 
     def __init__(self, functions: Sequence[Function], dim: int, dtype: torch.dtype, device: torch.device):
@@ -34,9 +35,6 @@ class Functions:
 
     def take(self, agents: list[int]) -> Functions:
         return Functions([self.functions[i] for i in agents], self.dim, self.dtype, self.device)
-
-    def evaluate(self, x: Tensor) -> dict[str, Tensor]:
-        return {}
 
 
 def functions(

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from caden.errors import CadenError, number, whole
-from caden.parallel import WAYS, fastest
-from caden.rows import listed, pick, window
+from caden._tensor.parallel import WAYS
+from caden._tensor.rows import apart, dot, listed, pick, times, window
+from caden.core import Problem
+from caden.errors import CadenError, choose, number, whole
+
+_LARGE = 1 << 17  # numbers of an agent's data from which on it pays to read them agent by agent
 
 
-class Logistic:
+class Logistic(Problem):
     """f_i(x) = weighted mean of log(1 + exp(-l a.x)) + alpha sum x^2/(1 + x^2) + l2/2 |x|^2.
 
     Shards of unequal size are padded with samples of weight zero.
@@ -25,13 +28,13 @@ class Logistic:
         self.alpha, self.l2 = alpha, l2
         self.agents, _, self.dim = signed.shape
         self.dtype, self.device = signed.dtype, signed.device
-        zero = signed.new_zeros(self.agents, self.dim)
-        self.batching = fastest(batching, ("bmm", "loop", "turns"), lambda way: self._losses(zero, None, way))
+        choose("batching", batching, ("auto", "bmm", "loop", "turns"))
+        self.batching = ("turns" if signed[0].numel() >= _LARGE else "bmm") if batching == "auto" else batching
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         value, gradient = self._losses(x, rows, self.batching)
         if self.l2:
-            value += self.l2 / 2 * torch.linalg.vecdot(x, x)
+            value += self.l2 / 2 * dot(x, x)
             gradient.add_(x, alpha=self.l2)
         if self.alpha:
             square = x * x
@@ -42,7 +45,7 @@ class Logistic:
 
     def _losses(self, x: Tensor, rows: Tensor | None, way: str) -> tuple[Tensor, Tensor]:
         """The data's part of the values and gradients; agent by agent, each one's data are read while in the cache."""
-        if way == "bmm":
+        if way == "bmm" and not apart():
             return _loss(window(self.signed, rows), pick(self.share, rows), x)
         at = listed(rows, self.agents)
         value, gradient = x.new_empty(len(at)), torch.empty_like(x)
@@ -50,33 +53,31 @@ class Logistic:
         def one(a: int) -> None:
             value[a], gradient[a] = _loss(self.signed[at[a]], self.share[at[a]], x[a])
 
-        WAYS[way](one, range(len(at)))
+        WAYS.get(way, WAYS["loop"])(one, range(len(at)))
         return value, gradient
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        if apart() and len(x) > 1:
+            at = torch.tensor(listed(rows, self.agents))
+            return torch.cat([self.hvp(x[a : a + 1], v[a : a + 1], at[a : a + 1]) for a in range(len(x))])
         data = window(self.signed, rows)
-        slope = torch.sigmoid(_times(data, x))
+        slope = torch.sigmoid(times(data, x))
         square = x * x
         curved = 2 * self.alpha * (1 - 3 * square) / (1 + square) ** 3 + self.l2
-        return _times(data.mT, pick(self.share, rows) * slope * (1 - slope) * _times(data, v)) + curved * v
+        return times(data.mT, pick(self.share, rows) * slope * (1 - slope) * times(data, v)) + curved * v
 
     def take(self, agents: list[int]) -> Logistic:
         return Logistic(self.signed[agents], self.share[agents], self.alpha, self.l2, self.batching)
 
     def evaluate(self, x: Tensor) -> dict[str, Tensor]:
-        right = (_times(self.signed, x) > 0).to(self.dtype)
+        right = (times(self.signed, x) > 0).to(self.dtype)
         return {"accuracy": (self.share * right).sum(1)}
-
-
-def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """(..., n, d), (..., d) -> (..., n)"""
-    return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
 def _loss(data: Tensor, share: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """sum of share log(1 + exp(-data x)), and its gradient; of one agent, or of many in a leading dimension."""
-    against = -_times(data, x)
-    return torch.linalg.vecdot(share, softplus(against)), _times(data.mT, -share * torch.sigmoid(against))
+    against = -times(data, x)
+    return torch.linalg.vecdot(share, softplus(against)), times(data.mT, -share * torch.sigmoid(against))
 
 
 def logistic(
@@ -99,7 +100,7 @@ def logistic(
         alpha: weight of the non-convex regulariser; l2: weight of |x|^2/2.
         features, labels: instead of random data, one (n_i, d) and one (n_i,) array of -1/+1 (or 0/1) per agent.
         batching: "bmm" (all agents in one product), "loop" (an agent a thread), "turns" (agent after agent, all threads
-            for each) or "auto" (measured).
+            for each) or "auto" (by the size of an agent's data).
 
     `accuracy` in the history is that of the training data.
 

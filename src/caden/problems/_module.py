@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,15 +13,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import cross_entropy, mse_loss
 
+from caden._tensor.parallel import each
+from caden._tensor.rows import apart, listed, pick
+from caden.core import Problem
 from caden.data import Partition, partition_from_spec
 from caden.errors import CadenError, choose, whole
-from caden.parallel import each, fastest
-from caden.rows import listed, pick
 from caden.schedules import Draw
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _CHUNK = 16 << 20  # bytes of input per call, so that the activations of a large shard do not all exist at once
-_LONG = 0.05  # seconds of one agent's gradient from which on a call per agent costs nothing
+_LARGE = 1 << 26  # samples times parameters of an agent from which on a call per agent costs nothing
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
@@ -30,8 +30,10 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(-1) == target).float().mean()
 
 
-class Module:
+class Module(Problem):
     """f_i = scale_i times the mean loss of a model on agent i's shard."""
+
+    start: Tensor
 
     def __init__(
         self,
@@ -61,10 +63,8 @@ class Module:
         self._local = threading.local()  # functional_call swaps parameters in place: a copy of the model per thread
         self._check()
         self.chunk = self._samples_per_call()
-        if batching == "auto" and (len(self._groups) > self.agents / 2 or self._long()):
-            batching = "loop"  # hardly two shards of one size, or large ones: there is nothing to batch
-        everyone = self.start.expand(self.agents, -1)
-        self.batching = fastest(batching, ("loop", "vmap"), lambda way: self._evaluate_with(way, everyone, None))
+        choose("batching", batching, ("auto", "loop", "vmap"))
+        self.batching = self._way() if batching == "auto" else batching
 
     def _stack(self, shards: list[tuple[Tensor, Tensor]]) -> None:
         """Shards of one size are stacked, so that they can be evaluated in one batched call."""
@@ -118,14 +118,20 @@ class Module:
             if low < 0 or high >= first.shape[1]:
                 raise CadenError(f"The labels lie in {low}..{high}, but the model has {first.shape[1]} outputs.")
 
-    def _long(self) -> bool:
-        """Whether one agent's gradient takes so long that nothing is gained by batching; the first is not counted."""
-        if self.batch is not None or self.device.type != "cpu":
-            return False
-        for _ in range(2):
-            began = time.perf_counter()
-            self._evaluate_with("loop", self.start[None], torch.tensor([0]))
-        return time.perf_counter() - began > _LONG
+    def _way(self) -> str:
+        """How to evaluate agents, by their shapes: small shards of few sizes in one batched call, others one by one.
+
+        Convolutions are batched by groups, which is slow on a CPU; and not every model can be batched at all.
+        """
+        longest = max(len(x) for x, _ in self.shards)
+        large = longest * self.dim >= _LARGE or self.chunk < longest or any(len(shape) > 2 for shape in self.shapes)
+        if len(self._groups) > self.agents / 2 or (large and self.device.type == "cpu"):
+            return "loop"
+        try:
+            self._evaluate_with("vmap", self.start[None], torch.tensor([0]))
+        except RuntimeError:
+            return "loop"
+        return "vmap"
 
     def _samples_per_call(self) -> int:
         """Samples evaluated in one call: fewer than a shard only if f_i is a mean of terms of one sample each."""
@@ -155,7 +161,7 @@ class Module:
     def _evaluate_with(self, way: str, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         at = listed(rows, self.agents)
         value, gradient = x.new_empty(len(at)), torch.empty_like(x)
-        if way == "vmap":
+        if way == "vmap" and not apart():
             self._batched(x, at, value, gradient)
         else:
             each(lambda a: self._one(x[a], at[a], value[a], gradient[a]), range(len(at)))
@@ -285,7 +291,7 @@ def classification(
             (labels, agents, seed) -> index arrays, or the index arrays themselves.
         loss: (output, target) -> mean over the samples. metrics: name -> (output, target) -> number on the test data.
         weight: "agents" counts every agent alike, "samples" every sample.
-        batching: gradients by a "loop" over agents, by "vmap", or "auto": what is faster here.
+        batching: gradients by a "loop" over agents, by "vmap", or "auto": which of them the shapes suggest.
         hosted: keep only these agents' shards.
         batch: in each round, every agent works on so many of its samples, drawn anew; all of them for None.
 

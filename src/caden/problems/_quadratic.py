@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caden._tensor.rows import dot, pick, times, window
+from caden.core import Problem
 from caden.errors import CadenError, positive, whole
-from caden.rows import pick, window
 
 
-class Quadratic:
+class Quadratic(Problem):
     """m quadratics; `hessian` (m, d, d), `linear` (m, d), and the centralised minimiser `solution` (d,)."""
+
+    hessian: Tensor
 
     def __init__(self, hessian: Tensor, linear: Tensor):
         self.hessian, self.linear = hessian, linear
@@ -28,17 +31,13 @@ class Quadratic:
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         linear = pick(self.linear, rows)
         product = self.hvp(x, x, rows)
-        return torch.linalg.vecdot(x, product / 2 - linear), product - linear
+        return dot(x, product / 2 - linear), product - linear
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        hessian = window(self.hessian, rows)
-        return torch.bmm(hessian, v.unsqueeze(2)).squeeze(2)
+        return times(window(self.hessian, rows), v)
 
     def take(self, agents: list[int]) -> Quadratic:
         return Quadratic(self.hessian[agents], self.linear[agents])
-
-    def evaluate(self, x: Tensor) -> dict[str, Tensor]:
-        return {}
 
 
 def quadratics(A: Any, b: Any, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Quadratic:

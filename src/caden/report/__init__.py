@@ -1,19 +1,16 @@
 """Reports: one page that works offline, and every figure and table as files."""
 
-from caden.report._draw import draw, markdown, write_figure, write_table
-from caden.report._html import html, write
-from caden.report._model import AXES, MEASURES, Figure, Report, Section, Table, running_mean
-from caden.report._runs import figures, labelled, load, of_runs, parameters, results
+from caden.report.model import Report, Section, Table, running_mean
+from caden.report.page import html, write
+from caden.report.runs import about, graph_of, labelled, load, of_runs, parameters, results
+from caden.report.tables import markdown, write_table
 
 __all__ = [
-    "AXES",
-    "MEASURES",
-    "Figure",
     "Report",
     "Section",
     "Table",
-    "draw",
-    "figures",
+    "about",
+    "graph_of",
     "html",
     "labelled",
     "load",
@@ -23,6 +20,5 @@ __all__ = [
     "results",
     "running_mean",
     "write",
-    "write_figure",
     "write_table",
 ]

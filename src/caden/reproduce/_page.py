@@ -10,11 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from caden.history import Record
-from caden.report import Figure, Report, Section, Table, parameters, results, running_mean
-from caden.report._runs import about, graph_of
+from caden.engine.figures import Figure
+from caden.engine.history import Record
+from caden.engine.warmup import start_point
+from caden.report import Report, Section, Table, about, graph_of, parameters, results, running_mean
 from caden.reproduce._plan import METHODS, PUBLISHED, RIVALS, Plan
-from caden.run import start_point
 
 PARTS = {
     "fig1": "as in the paper: relative error and accuracy of CADEN, CADEN-GD, ADAPD and GT",
@@ -65,7 +65,7 @@ def estimate(plan: Plan, parts: Sequence[str]) -> float:
     needs = dict.fromkeys(need for part in parts for need in _NEEDS[part])
     found = [costs.get(need, tuning if need.startswith("tuning") else four_short) for need in needs]
     problem, _ = plan.store.build(plan.base(0))
-    x = start_point(problem, None)
+    x = start_point(problem)
     problem.value_and_grad(x)
     began = time.perf_counter()
     problem.value_and_grad(x)

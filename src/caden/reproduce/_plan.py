@@ -23,14 +23,12 @@ import json
 import math
 from typing import Any, NamedTuple
 
-import torch
-
-from caden.config import Experiment, experiment
-from caden.core import Problem
-from caden.history import Record
-from caden.plan import Store, digest
-from caden.run import start_point
-from caden.tune import Tuned, tune
+from caden.curvature import descend
+from caden.engine.history import Record
+from caden.engine.warmup import start_point
+from caden.experiments.config import Experiment, experiment
+from caden.experiments.store import Store, digest
+from caden.experiments.tune import Tuned, tune
 
 MEAN_DEGREE = 2 * 37 / 20
 
@@ -127,7 +125,8 @@ class Plan:
             found: dict[str, float] = {}
             for dtype in ("float64", "float32"):
                 problem, _ = self.store.build(config.model_copy(update={"dtype": dtype}))
-                coarse, fine = _largest_ratios(problem, ((20, 0.1), (10, 1e-7)))
+                _, ratios = descend(problem, start_point(problem), ((20, 0.1), (10, 1e-7)))
+                coarse, fine = (float(ratio.max()) for ratio in ratios)
                 found |= {f"20 steps of 0.1, {dtype}": coarse, f"10 steps of 1e-7, {dtype}": fine}
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(found, indent=1) + "\n")
@@ -255,22 +254,6 @@ class Plan:
             "memory": self.store.run("memory:", memory),
             "dual": self.store.run("dual rules:", half),
         }
-
-
-def _largest_ratios(problem: Problem, phases: tuple[tuple[int, float], ...]) -> list[float]:
-    """max |change of gradient| / |change of x| over agents and steps, for each phase of local training."""
-    x, found = start_point(problem, None), []
-    gradient = problem.value_and_grad(x)[1]
-    for steps, size in phases:
-        largest = 0.0
-        for _ in range(steps):
-            old, before = x, gradient
-            x = old - size * before
-            gradient = problem.value_and_grad(x)[1]
-            moved, bent = (torch.linalg.vector_norm(a - b, dim=1) for a, b in ((x, old), (gradient, before)))
-            largest = max(largest, float((bent / moved).nan_to_num(0, 0).max()))
-        found.append(largest)
-    return found
 
 
 def _next(tried: dict[float, int | None], wanted: int) -> float:

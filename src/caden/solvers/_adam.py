@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from caden._tensor.rows import index, pick
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, number, positive
-from caden.rows import index, pick
 from caden.solvers._iterate import Iterate, Memory, start
 
 

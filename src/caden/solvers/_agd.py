@@ -8,9 +8,9 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from caden._tensor.rows import index, pick
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import positive
-from caden.rows import index, pick
 from caden.solvers._gd import gd
 from caden.solvers._iterate import Iterate, Memory
 

@@ -13,11 +13,13 @@ from caden.core import Info, LocalSolver, Objective, Problem, Solved
 NUMBERS = 1 << 21  # of x in a block; fewer agents at a time would cost more in calls than they save
 
 
-class _Some:
+class _Block(Problem):
     """The problem of consecutive agents."""
 
     def __init__(self, problem: Problem, part: slice):
         self._problem, self._rows = problem, torch.arange(part.start, part.stop)
+        self.agents, self.dim, self.dtype, self.device = len(self._rows), problem.dim, problem.dtype, problem.device
+        self.stochastic = problem.stochastic
 
     def _named(self, x: Tensor, rows: Tensor | None) -> Tensor:
         return self._rows.to(x.device) if rows is None else rows + self._rows[0]
@@ -27,9 +29,6 @@ class _Some:
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         return self._problem.hvp(x, v, self._named(x, rows))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._problem, name)
 
 
 def in_blocks(solver: LocalSolver) -> LocalSolver:
@@ -43,7 +42,7 @@ def in_blocks(solver: LocalSolver) -> LocalSolver:
         rejected, fallbacks, stalled = 0, 0, list[int]()
         for first in range(0, len(x), size):
             part = slice(first, min(first + size, len(x)))
-            mine = Objective(_Some(objective.problem, part), objective.slope[part], objective.rho[part])
+            mine = Objective(_Block(objective.problem, part), objective.slope[part], objective.rho[part])
             given = type(memory)(*(field[part] for field in memory))
             new[part], kept, info = solver.solve(mine, x[part], work[part], given)
             for i, (before, after) in enumerate(zip(given, kept)):

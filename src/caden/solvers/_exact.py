@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from caden._tensor.rows import index, pick
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError
-from caden.rows import index, pick
 from caden.solvers._iterate import Iterate, Memory, start
 
 
@@ -18,7 +18,7 @@ def exact() -> LocalSolver:
     """
 
     def init(problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
-        if not hasattr(problem, "hessian"):
+        if problem.hessian is None:
             raise CadenError("`solver=exact()` needs a quadratic problem; use `lbfgs()` for others.")
         return start(problem, x, curvature)
 
@@ -26,9 +26,10 @@ def exact() -> LocalSolver:
         now = Iterate(objective, x, memory, work)
         rows = index(work > 0)
         identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-        hessian = pick(objective.problem.hessian, rows) + pick(now.rho, rows).unsqueeze(2) * identity  # type: ignore[attr-defined]
+        assert objective.problem.hessian is not None  # `init` has looked
+        hessian = pick(objective.problem.hessian, rows) + pick(now.rho, rows).unsqueeze(2) * identity
         p = -torch.linalg.solve(hessian, now.full_gradient(rows))
         now.move(rows, now.look(rows, p), p)
         return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
 
-    return LocalSolver(init, solve, "exact")
+    return LocalSolver(init, solve, "exact", exact=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from caden._tensor.rows import index, pick
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
+from caden.curvature import smoothness
 from caden.errors import positive
-from caden.rows import index, pick
 from caden.solvers._iterate import Iterate, Memory, start
-from caden.theory import smoothness
 
 
 def gd(step: float | None = None, curvature: float | None = None) -> LocalSolver:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from caden._tensor.rows import dot, norm, pick
 from caden.core import Objective, Problem
-from caden.rows import dot, norm, pick
 
 
 class Memory(NamedTuple):
@@ -50,7 +50,7 @@ class Iterate:
     """The current point of each agent; methods act on the given rows only."""
 
     def __init__(self, objective: Objective, x: Tensor, memory: Memory, work: Tensor):
-        if getattr(objective.problem, "stochastic", False):  # what is remembered is of another sample
+        if objective.problem.stochastic:  # what is remembered is of another sample
             rows = (work > 0).nonzero().flatten()
             value, gradient = objective.problem.value_and_grad(x[rows], rows)
             memory = memory._replace(

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from caden._tensor.parallel import each
+from caden._tensor.rows import WIDE, apart, dot, index, listed, norm, pick
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, choose, number, whole
-from caden.parallel import each
-from caden.rows import WIDE, dot, index, listed, norm, pick
 from caden.solvers._blocks import in_blocks
 from caden.solvers._iterate import Iterate, Memory, Trial, start
 
@@ -71,7 +71,7 @@ class Pairs(NamedTuple):
         Wide rows come one by one, and vectors that are kept in another precision a slice of columns at a time, so that
         what is turned back is small.
         """
-        d, wide = like.shape[1], like.shape[1] >= WIDE
+        d, wide = like.shape[1], like.shape[1] >= WIDE or apart()
         width = d if self.vectors.dtype == like.dtype else min(d, WIDE)
         size = 1 if wide else max(1, _BLOCK // self.vectors[0].numel())
         at = listed(rows, len(like)) if wide else []

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from caden._tensor.rows import dot, index, pick
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, number, whole
-from caden.rows import dot, index, pick
 from caden.solvers._iterate import Iterate, Memory, start
 
 
@@ -67,4 +67,4 @@ def newton(eps: float = 0.0, iterations: int = 50, tolerance: float = 1e-10) -> 
     def init(problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
         return start(problem, x, curvature)
 
-    return LocalSolver(init, solve, "newton")
+    return LocalSolver(init, solve, "newton", exact=eps == 0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from caden.theory._doctor import Opinion, examine
-from caden.theory._estimates import curvature_bound, hessians, local_rate, paper_estimate, smoothness
+from caden.core import Verdict
+from caden.curvature import curvature_bound, hessians, paper_estimate, smoothness
+from caden.theory._doctor import examine
 from caden.theory._paper import Constants, Facts, constants, convex_bound, corollary1, lemma1, theorem1
+from caden.theory._rate import local_rate
+from caden.theory._report import report
 from caden.theory._stability import (
     Choice,
     best_parameters,
@@ -19,7 +22,7 @@ __all__ = [
     "Choice",
     "Constants",
     "Facts",
-    "Opinion",
+    "Verdict",
     "best_parameters",
     "constants",
     "convex_bound",
@@ -33,6 +36,7 @@ __all__ = [
     "local_rate",
     "margins",
     "paper_estimate",
+    "report",
     "sampled_radius",
     "smoothness",
     "spectral_radius",

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Problem
+from caden.curvature import curvature_bound, hessians, paper_estimate
 from caden.graphs import Graph
 from caden.theory._doctor import DENSE, examine
-from caden.theory._estimates import curvature_bound, hessians, local_rate, paper_estimate
 from caden.theory._paper import Facts, constants, corollary1, theorem1
+from caden.theory._rate import local_rate
 from caden.theory._stability import best_parameters, dual_limit, sampled_radius, spectral_radius
 
 _FLAT = (1.0, 0.1, 0.01)  # curvatures, in L, of the model where every H_i = h I

@@ -1,0 +1,1 @@
+"""Private helpers on rows, states and threads."""

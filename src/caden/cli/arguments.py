@@ -1,0 +1,12 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+File = Annotated[Path | None, typer.Argument(metavar="[EXPERIMENT.toml]")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

@@ -1,0 +1,155 @@
+"""`caden theory`, `tune`, `reproduce`, `report`, `list`, `bench` and `data`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from caden import data, schedules
+from caden.cli import show
+from caden.cli.arguments import File, Json, Settings
+from caden.errors import CadenError, choose, whole
+from caden.experiments import bench as benchmarks
+from caden.experiments.config import experiment
+from caden.experiments.method_check import check
+from caden.experiments.store import Store
+from caden.experiments.theory import theory_report
+from caden.experiments.tune import tune_experiment
+from caden.graphs import GRAPHS
+from caden.methods import METHODS
+from caden.problems import PROBLEMS
+from caden.solvers import SOLVERS
+
+Jobs = Annotated[int, typer.Option(help="Processes that share the cores, each with a run at a time.")]
+JOBS = min(4, os.cpu_count() or 1)
+KINDS: dict[str, dict[str, Any]] = {
+    "methods": METHODS,
+    "problems": PROBLEMS,
+    "graphs": GRAPHS,
+    "solvers": SOLVERS,
+    "schedules": schedules.SCHEDULES,
+    "partitions": data.PARTITIONS,
+    "data": data.DATASETS,
+}
+
+
+def theory(file: File = None, settings: Settings = None, as_json: Json = False) -> None:
+    """Say what is known of an experiment before it is run: conditions, constants, stability, rate, a recommendation."""
+    show.theory(theory_report(experiment(file, settings or [])), as_json)
+
+
+def tune(
+    method: Annotated[str, typer.Argument(metavar="METHOD|all")],
+    file: File = None,
+    settings: Settings = None,
+    trials: Annotated[int, typer.Option(help="Points of the search space.")] = 18,
+    rounds: Annotated[int, typer.Option(help="Rounds of each; the best third gets 3 times, the best ninth 9.")] = 20,
+    out: Annotated[Path, typer.Option(help="Folder of the trials; what is there is not run again.")] = Path("tuning"),
+    jobs: Jobs = JOBS,
+    as_json: Json = False,
+) -> None:
+    """Tune methods with equal budgets, on training samples held out; spaces by --set tune.METHOD.KEY=..."""
+    names = list(METHODS) if method == "all" else list(dict.fromkeys(name.strip() for name in method.split(",")))
+    tuned = tune_experiment(experiment(file, settings or []), names, Store(out, jobs=jobs), trials, rounds)
+    show.tuned(tuned, out, as_json)
+
+
+def reproduce(
+    parts: Annotated[list[str] | None, typer.Argument(metavar="[PART...]")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tenth of the data and of the rounds, a small network.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the runs and the page; what is there is not run again.")] = Path(
+        "results"
+    ),
+    jobs: Jobs = JOBS,
+) -> None:
+    """Run the paper's experiments and more, and write the page about them; parts: fig1, fig2, table1, tuned ... all."""
+    from caden import report, reproduce
+
+    for part in parts or []:
+        choose("part", part, [*reproduce.PARTS, "all"])
+    chosen = list(reproduce.PARTS) if not parts or "all" in parts else list(dict.fromkeys(parts))
+    console = Console(stderr=True)
+    plan = reproduce.Plan(Store(out / "runs", jobs=jobs), reproduce.QUICK if quick else reproduce.FULL)
+    for part in chosen:
+        console.print(f"{part}: {reproduce.PARTS[part]}", highlight=False)
+    minutes = reproduce.estimate(plan, chosen) / 60
+    console.print(f"about {minutes:.0f} minutes from nothing; finished runs are not run again", highlight=False)
+    command = shlex.join(["caden", "reproduce", *(parts or ["all"]), *(["--quick"] if quick else [])])
+    show.path("page", report.write(reproduce.build(plan, chosen, command), out))
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    out: Annotated[Path, typer.Option(help="Folder for the page and its files.")] = Path("report"),
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Decentralized runs",
+) -> None:
+    """Write a page about runs (directories, or folders of them): figures, tables, parameters; also as files."""
+    from caden import report as reports
+
+    command = shlex.join(["caden", "report", *map(str, runs), "--title", title])
+    show.path("page", reports.write(reports.of_runs(reports.load(runs), title, command), out))
+
+
+def list_(
+    kind: Annotated[str, typer.Argument(metavar="[KIND]")] = "all",
+    measured: Annotated[bool, typer.Option("--check", help="With methods: measure which reach the minimiser.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List methods, problems, graphs, solvers, schedules, partitions or data."""
+    if not measured:
+        kinds = list(KINDS) if kind == "all" else [choose("kind", kind, KINDS)]
+        show.listing({k: KINDS[k] for k in kinds}, as_json)
+        return
+    if kind != "methods":
+        raise CadenError("`--check` goes with `caden list methods`.")
+    console = Console(stderr=True)
+    rows = track(check(list(METHODS)), "checking", len(METHODS), console=console, disable=not console.is_terminal)
+    show.method_check(dict(rows), as_json)
+
+
+def bench(
+    parts: Annotated[list[str] | None, typer.Argument(help=f"Any of {', '.join(benchmarks.PARTS)}; all.")] = None,
+    repeats: Annotated[int, typer.Option(help="How often each ratio is measured.")] = 5,
+    history: Annotated[Path, typer.Option(help="File that keeps all measurements.")] = Path("runs/bench.jsonl"),
+    as_json: Json = False,
+) -> None:
+    """Measure the speed of this library here, as ratios to the machine's limit and to what one would write instead."""
+    names = [choose("part", part, benchmarks.PARTS) for part in parts or benchmarks.PARTS]
+    measures = []
+    for measure in benchmarks.run(names, whole("repeats", repeats, least=1)):
+        measures.append(measure)
+        if not as_json:
+            print(f"{measure.name}: {measure.median:.3g}", file=sys.stderr)
+    show.speed(measures, benchmarks.remember(history, measures), as_json)
+
+
+def data_list() -> None:
+    """List the data sets and whether they are on this machine."""
+    show.datasets()
+
+
+def data_fetch(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -> None:
+    """Fetch data sets and check them."""
+    for name in names:
+        files = data.fetch_data(name)
+        show.path(name, files[0].parent if files else "comes with scikit-learn")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (theory, tune, reproduce, report, bench):
+        app.command()(command)
+    app.command("list")(list_)
+    data_app = typer.Typer(help="Data sets: list and fetch.", no_args_is_help=True)
+    data_app.command("list")(data_list)
+    data_app.command("fetch")(data_fetch)
+    app.add_typer(data_app, name="data")

@@ -1,0 +1,1 @@
+"""How a run goes: one loop, what it measures, what it leaves behind."""

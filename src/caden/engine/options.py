@@ -1,0 +1,121 @@
+"""What `simulate` can be told, in groups; every field of a group is a keyword of `simulate`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from caden.engine.history import Row
+from caden.errors import CadenError, choose, positive, whole
+from caden.networks.messages import Messages
+from caden.schedules import Schedule
+
+Callback = Callable[[Row, Any], bool | None]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the world does to a run.
+
+    participation: probability of being awake: a number, one per agent, or a schedule (round, draw) -> either.
+    local_steps: local iterations per round, likewise.
+    messages: what happens to messages, as `Messages` or its fields: {"loss": 0.2}, {"delay": 3}, {"top": 0.1},
+        {"bits": 8}; by default they arrive at once and whole.
+    links: which edges are up: like `participation`, or a schedule (round, draw) -> graph with edges of the run's.
+    """
+
+    participation: float | Sequence[float] | Schedule = 1.0
+    local_steps: int | Sequence[int] | Schedule = 5
+    messages: Messages | Mapping[str, Any] | None = None
+    links: float | Sequence[float] | Schedule | None = None
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When a run ends before its last round.
+
+    target: accuracy to reach, for the summary; `stop_at_target` ends the run there.
+    tolerance: end the run when the relative error falls below this.
+    callbacks: called as callback(row, state) after every recorded round; one that returns True ends the run.
+    """
+
+    target: float | None = None
+    stop_at_target: bool = False
+    tolerance: float | None = None
+    callbacks: Sequence[Callback] = ()
+
+    REASONS = (None, "callback", "tolerance", "target")
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None:
+            positive("tolerance", self.tolerance)
+        if self.target is not None and not 0 < self.target <= 1:
+            raise CadenError(f"`target` must lie in (0, 1], got {self.target}.")
+
+    def reached(self, row: Row) -> bool:
+        """Whether the target is, or there is none to reach."""
+        return self.target is None or "accuracy" not in row or float(row["accuracy"] or 0) >= self.target
+
+    def reason(self, row: Row, state: Any, ask: bool) -> str | None:
+        """Why the run should end here, or None; callbacks are called only where `ask`."""
+        asked = [callback(row, state) for callback in self.callbacks] if ask else []
+        if self.stop_at_target and self.reached(row):
+            return "target"
+        if self.tolerance is not None and float(row["relative_error"] or 0) < self.tolerance:
+            return "tolerance"
+        return "callback" if any(answer is True for answer in asked) else None
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a run leaves, and where.
+
+    directory: where to keep the run; it must not exist, unless `resume` continues it.
+    record_every: rounds between two rows of the history; the last round is always recorded, and with a `target` every
+        one until it is reached, so that what it took is known to the round.
+    checkpoint_every: rounds between two checkpoints.
+    config: text kept in the directory as config.toml.
+    picture: draw the history into the directory at the end.
+    """
+
+    directory: Path | str | None = None
+    resume: bool = False
+    record_every: int = 1
+    checkpoint_every: int = 25
+    config: str = ""
+    picture: bool = True
+
+    def __post_init__(self) -> None:
+        whole("record_every", self.record_every, least=1), whole("checkpoint_every", self.checkpoint_every, least=1)
+        if self.resume and self.directory is None:
+            raise CadenError("`resume` needs the `directory` of the run.")
+
+    @property
+    def path(self) -> Path | None:
+        return None if self.directory is None else Path(self.directory)
+
+
+GROUPS = (Conditions, Stopping, Keeping)
+
+
+def grouped(options: Mapping[str, Any]) -> tuple[Conditions, Stopping, Keeping]:
+    """Keywords sorted into their groups."""
+    names = {field.name: group for group in GROUPS for field in fields(group)}
+    for name in options:
+        choose("option", name, names)
+    conditions, stopping, keeping = (
+        group(**{name: value for name, value in options.items() if names[name] is group}) for group in GROUPS
+    )
+    return conditions, stopping, keeping  # type: ignore[return-value]
+
+
+def spelled_out(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a function with `**options`, each option by its name."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter(f.name, kind, default=f.default, annotation=f.type) for g in GROUPS for f in fields(g)]
+    return signature.replace(parameters=[*own, *more])

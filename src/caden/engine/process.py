@@ -1,0 +1,58 @@
+"""What a run changes in its process, for as long as it lasts."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_lock = threading.Lock()
+_runs = 0  # deterministic ones at this moment, which may be in several threads
+_before = (1, False)
+
+
+@contextmanager
+def threads(deterministic: bool) -> Iterator[None]:
+    """One thread, deterministic kernels and every row by itself for the time of a run, if asked for."""
+    global _runs, _before  # noqa: PLW0603
+    if not deterministic:
+        yield
+        return
+    with _lock:
+        if _runs == 0:
+            _before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+            torch.set_num_threads(1)
+            torch.use_deterministic_algorithms(True)
+        _runs += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _runs -= 1
+            if _runs == 0:
+                torch.set_num_threads(_before[0])
+                torch.use_deterministic_algorithms(_before[1])
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Ctrl-C ends the run after the current round (a step may overwrite its state); a second one ends it at once."""
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(number: int, frame: Any) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

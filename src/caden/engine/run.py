@@ -1,0 +1,154 @@
+"""A run: a method on its way over a network. Simulations, ranks of a cluster, peers, benchmarks and replays all step
+through this one object; what is recorded, and when it ends, is theirs to say."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caden._tensor.states import flatten, restore
+from caden.core import Info, Method, Problem
+from caden.engine.warmup import Warmup, warm_up
+from caden.errors import CadenError
+from caden.networks.network import Network
+
+_GROWTH = 1e8  # a model whose norm exceeds this many times 1 + the largest at the start has diverged
+
+
+class Counted(Problem):
+    """A problem that counts its gradients, one per agent and evaluation, and their time; in a round it is its own."""
+
+    def __init__(self, problem: Problem):
+        self.whole = self._now = problem
+        self.agents, self.dim, self.dtype, self.device = problem.agents, problem.dim, problem.dtype, problem.device
+        self.hessian, self.batching, self.stochastic = problem.hessian, problem.batching, problem.stochastic
+        self.gradients, self.seconds, self._lock = 0, 0.0, Lock()  # agents may be evaluated in threads
+
+    def enter(self, round: int) -> Counted:
+        """Take on the functions of a round."""
+        self._now = self.whole.at(round)
+        self.stochastic = self._now.stochastic
+        return self
+
+    def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        began = time.perf_counter()
+        answer = self._now.value_and_grad(x, rows)
+        with self._lock:
+            self.gradients += len(x)
+            self.seconds += time.perf_counter() - began
+        return answer
+
+    def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        return self._now.hvp(x, v, rows)
+
+
+class Run:
+    """`begin`, then `step` by `step`; `flatten` and `restore` for checkpoints.
+
+    `awake` and `work` give (m,) who takes part in a round and how much each does.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        problem: Problem,
+        network: Network,
+        awake: Callable[[int], Tensor],
+        work: Callable[[int], Tensor],
+    ):
+        self.method, self.problem, self.network = method, Counted(problem), network
+        self._awake, self._work = awake, work
+        self.index = 0  # rounds done
+        self.active = network.graph.agents  # how many were awake in the last one
+        self.info = Info()
+        self.seconds = 0.0  # of rounds, without metrics
+        self.counts = {"rejected": 0, "fallbacks": 0, "stalled": 0}
+        self.curvature: Tensor | None = None
+        self.state: Any = None
+        self._bound = 0.0
+
+    def begin(self, start: Tensor, warmup: Warmup | None = None) -> None:
+        """Warm up, ask what theory says of the parameters, and exchange starting points."""
+        if warmup is not None:
+            start, self.curvature = warm_up(self.problem, start, warmup)
+        norms = torch.linalg.vector_norm(start, dim=1)
+        self._bound = _GROWTH * (1 + self.network.transport.reduce([float(norms.max())], "max")[0])
+        everyone = torch.ones(self.network.graph.agents, dtype=torch.bool)
+        context = self.network.round(-1, everyone, self._work(0), self.problem, self.curvature)
+        if self.method.examine is not None:
+            refusal, warning = self.method.examine(context)
+            if refusal:
+                raise CadenError(refusal)
+            if warning:
+                warnings.warn(warning, stacklevel=4)
+        self.state = self.method.init(start, context)
+
+    def step(self) -> Info:
+        """One round; one in which everyone sleeps changes nothing."""
+        began = time.perf_counter()
+        active, self.info = self._awake(self.index), Info()
+        self.active = int(active.sum())
+        if self.active:
+            problem = self.problem.enter(self.index)
+            context = self.network.round(self.index, active, self._work(self.index), problem, self.curvature)
+            self.state, self.info = self.method.advance(self.state, context)
+            self.counts["rejected"] += self.info.rejected
+            self.counts["fallbacks"] += self.info.fallbacks
+            self.counts["stalled"] += len(self.info.stalled)
+        self.index += 1
+        self.seconds += time.perf_counter() - began
+        return self.info
+
+    def diverged(self) -> list[int]:
+        """Agents whose model or loss is not finite, or whose model has grown past every reasonable bound."""
+        fine: Tensor = torch.linalg.vector_norm(self.state.x, dim=1) <= self._bound
+        if self.info.value is not None:
+            fine = fine & self.info.value.isfinite()
+        transport = self.network.transport
+        if not transport.reduce([float(not fine.all())], "max")[0]:
+            return []
+        if transport.world == 1:
+            return [int(agent) for agent in self.network.layout.hosted[~fine.cpu()]]
+        lost: list[int] = (transport.gather(fine.int()) == 0).nonzero().flatten().tolist()
+        return lost
+
+    def flatten(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """All that determines how the run goes on."""
+        tensors = flatten(self.state, "state")
+        tensors |= {f"network.{name}": tensor for name, tensor in self.network.buffers().items()}
+        if self.curvature is not None:
+            tensors["curvature"] = self.curvature
+        return tensors, {
+            "round": self.index,
+            "seconds": self.seconds,
+            "numbers_sent": self.network.numbers_sent,
+            "bytes": self.network.bytes,
+            "wire_bytes": self.network.transport.wire_bytes,
+            "gradients": self.problem.gradients,
+            **self.counts,
+            "bound": self._bound,
+        }
+
+    def restore(self, start: Tensor, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
+        """Take back what `flatten` gave; `start` only gives the state its shape."""
+        if "curvature" in tensors:
+            self.curvature = tensors["curvature"].to(self.problem.device)
+        self.begin(start)
+        self.state = restore(self.state, tensors, "state")
+        buffers = {k.removeprefix("network."): t for k, t in tensors.items() if k.startswith("network.")}
+        self.network.restore(buffers, int(numbers["numbers_sent"]), int(numbers["bytes"]))
+        self.network.transport.wire_bytes = int(numbers.get("wire_bytes", 0))
+        self.problem.gradients, self._bound = int(numbers["gradients"]), numbers["bound"]
+        self.index, self.seconds = int(numbers["round"]), numbers["seconds"]
+        self.counts = {name: int(numbers[name]) for name in self.counts}
+
+    def scalars(self) -> dict[str, float]:
+        """Single numbers of the method's state, such as mu_z."""
+        fields = flatten(self.state, "").items()
+        return {name.removeprefix("."): float(value) for name, value in fields if value.ndim == 0}

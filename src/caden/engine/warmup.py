@@ -1,0 +1,62 @@
+"""Where a run begins: the starting point, and local training before round 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden.core import Problem
+from caden.curvature import descend
+from caden.errors import CadenError, Diverged, positive, whole
+
+
+class Warmup(NamedTuple):
+    """Local training before round 0: `steps` full gradient steps of length `step_size` on each f_i."""
+
+    steps: int = 0
+    step_size: float = 0.1
+
+    @classmethod
+    def from_spec(cls, spec: Warmup | Mapping[str, Any] | None) -> Warmup | None:
+        """Checked; None if there is nothing to do."""
+        if not spec:
+            return None
+        try:
+            warmup = spec if isinstance(spec, Warmup) else cls(**spec)
+        except TypeError as error:
+            raise CadenError(f"`warmup` takes `steps` and `step_size`: {error}.") from None
+        whole("warmup.steps", warmup.steps), positive("warmup.step_size", warmup.step_size)
+        return warmup if warmup.steps else None
+
+
+def start_point(problem: Problem, x0: Tensor | None = None) -> Tensor:
+    """(m, d) start: what was given, the model's own parameters, or zeros."""
+    shape = (problem.agents, problem.dim)
+    if x0 is None:
+        x0 = problem.start
+    if x0 is None:
+        return torch.zeros(shape, dtype=problem.dtype, device=problem.device)
+    x0 = torch.as_tensor(x0).to(problem.device, problem.dtype)
+    if x0.shape not in (shape, shape[1:]):
+        raise CadenError(f"`x0` must have shape ({shape[1]},) or {shape}, got {tuple(x0.shape)}.")
+    return x0.expand(shape).contiguous()
+
+
+def warm_up(problem: Problem, x: Tensor, spec: Warmup | Mapping[str, Any] | None) -> tuple[Tensor, Tensor | None]:
+    """Local gradient steps, and (k,) the curvature that they met; None if there were too few to tell."""
+    warmup = Warmup.from_spec(spec)
+    if warmup is None:
+        return x, None
+    x, (curvature,) = descend(problem, x, (warmup,))
+    lost = (~x.isfinite().all(1)).nonzero().flatten().tolist()
+    if lost:
+        raise Diverged(f"The warm-up diverged (agents {named(lost)}): shorten `warmup.step_size`.")
+    return x, curvature if warmup.steps > 1 else None
+
+
+def named(agents: list[int]) -> str:
+    """Some agents in words."""
+    return ", ".join(map(str, agents[:8])) + (" ..." if len(agents) > 8 else "")

@@ -1,0 +1,275 @@
+"""How fast this library is on this machine, as ratios of times measured in turns in one process.
+
+Absolute times say little on shared machines; a ratio of two things timed one after the other, again and again, says
+what the code does. Every comparison with another implementation passes a gate first: the results must agree.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy, softplus
+
+from caden import graphs, methods, problems, solvers
+from caden._tensor import parallel
+from caden.core import Method, Problem
+from caden.engine.history import about
+from caden.engine.simulate import prepare
+from caden.engine.warmup import start_point
+from caden.errors import RunError
+from caden.experiments.forecast import forget_peak, largest
+from caden.graphs import Graph
+
+STEPS, MU = 5, 0.1
+SIDE = 3000  # of the large product that stands for the machine's limit
+
+
+class Measure(NamedTuple):
+    """A ratio with its repeats."""
+
+    name: str
+    ratios: list[float]
+    goal: str  # "> 0.85": above is good; "< 1.05": below is
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def met(self) -> bool:
+        sign, bound = self.goal.split()
+        return self.median >= float(bound) if sign == ">" else self.median <= float(bound)
+
+
+class Rounds:
+    """A method in the middle of a run; calling it does one more round and gives its seconds."""
+
+    def __init__(self, method: Method, problem: Problem, graph: Graph):
+        self.run, start = prepare(method, problem, graph)
+        self.run.begin(start)
+
+    def __call__(self) -> float:
+        before = self.run.seconds
+        self.run.step()
+        return self.run.seconds - before
+
+    @property
+    def x(self) -> Tensor:
+        return self.run.state.x  # type: ignore[no-any-return]
+
+
+def paper(repeats: int) -> Iterator[Measure]:
+    """The paper's size: 20 agents with 3,000 samples each, 784-128-10 (random data of MNIST's shape)."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(60_000, 784, generator=generator), torch.randint(10, (60_000,), generator=generator)
+    problem = problems.classification(problems.mlp(784, 10), data, agents=20, batching="loop")
+    graph = graphs.erdos_renyi(20, 0.2, edges=37)
+    flops = 4 * 60_000 * problem.dim  # two products forward and backward, the inputs' gradient is not needed
+    a, b, c = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE), torch.empty(SIDE, SIDE)
+    layer, hidden = torch.randn(128, 784), torch.randn(3000, 128)
+    gradients, own, rounds, rest = list[float](), list[float](), list[float](), dict[bool, list[float]]()
+
+    def products(agent: int) -> None:
+        """The two large products of an agent's gradient, and nothing else."""
+        inputs = problem.shards[agent][0]
+        torch.mm(inputs, layer.T), torch.mm(hidden.T, inputs)
+
+    for carry in (True, False):
+        run = Rounds(methods.caden(mu_z=MU, solver=solvers.lbfgs(carry=carry)), problem, graph)
+        clocked = run.run.problem
+        for _ in range(3):  # fill the memory, warm the caches
+            run()
+        for _ in range(repeats):
+            began = time.perf_counter()
+            torch.mm(a, b, out=c)
+            limit = 2 * SIDE**3 / (time.perf_counter() - began)
+            began = time.perf_counter()
+            parallel.each(products, range(20))
+            narrow = 4 * 60_000 * layer.numel() / (time.perf_counter() - began)
+            clocked.seconds, clocked.gradients = 0.0, 0
+            seconds = run()
+            speed = clocked.gradients / 20 * flops / clocked.seconds
+            gradients.append(speed / limit)
+            own.append(speed / narrow)
+            rest.setdefault(carry, []).append(1 - clocked.seconds / seconds)
+            if carry:
+                rounds.append(STEPS * flops / seconds / limit)
+    yield Measure("paper: gradients, of the speed of a large product", gradients, "> 0.85")
+    yield Measure("paper: gradients, of the speed of their two large products alone", own, "> 0.85")
+    yield Measure("paper: a whole round, of the speed of a large product", rounds, "> 0.7")
+    yield Measure("paper: share of a round that is not gradients, memory dropped", rest[False], "< 0.1")
+    yield Measure("paper: the same, memory 10 carried", rest[True], "< 0.15")
+
+
+class Case(NamedTuple):
+    """A problem twice: as ours, and as one function per agent for autograd."""
+
+    problem: Problem
+    losses: list[Callable[[Tensor], Tensor]]
+
+
+def _logistic(agents: int, samples: int, dim: int) -> Case:
+    problem = problems.logistic(agents=agents, samples=samples, dim=dim, alpha=0.0, l2=0.01)
+
+    def loss(data: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda x: softplus(-data @ x).mean() + 0.005 * x @ x
+
+    return Case(problem, [loss(data) for data in problem.signed])
+
+
+def _network(agents: int, samples: int, inputs: int, hidden: int) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    count = agents * samples
+    data = torch.randn(count, inputs, generator=generator), torch.randint(10, (count,), generator=generator)
+    model = problems.mlp(inputs, 10, hidden)
+    problem = problems.classification(model, data, agents=agents)
+
+    def loss(shard: tuple[Tensor, Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: cross_entropy(functional_call(model, problem._views(x), (shard[0],)), shard[1])
+
+    return Case(problem, [loss(shard) for shard in problem.shards])
+
+
+CASES: dict[str, tuple[Callable[..., Case], tuple[int, ...], str]] = {
+    "logistic 20x10x50": (_logistic, (20, 10, 50), "> 10"),
+    "logistic 100x10x3": (_logistic, (100, 10, 3), "> 10"),
+    "logistic 200x10x200": (_logistic, (200, 10, 200), "> 10"),
+    "logistic 20x600x784": (_logistic, (20, 600, 784), "> 0.95"),
+    "network 20x600, 784-64-10": (_network, (20, 600, 784, 64), "> 0.95"),
+}
+
+
+class _ByHand:
+    """What one would write: a torch optimizer per agent in a Python loop, the CADEN round around them."""
+
+    def __init__(self, case: Case, graph: Graph, optimizer: Callable[..., torch.optim.Optimizer], calls: int):
+        self.losses, self.calls = case.losses, calls
+        self.near = [graph.neighbours(i) for i in range(graph.agents)]
+        self.x = [row.clone().requires_grad_() for row in start_point(case.problem)]
+        self.phi, self.sent = [torch.zeros_like(v) for v in self.x], [v.detach().clone() for v in self.x]
+        self.optimizers = [optimizer([v]) for v in self.x]
+
+    def __call__(self) -> float:
+        began = time.perf_counter()
+        for i, v in enumerate(self.x):
+            anchor = (self.sent[i] + sum(self.sent[j] for j in self.near[i]) / len(self.near[i])) / 2
+            for _ in range(self.calls):
+                self.optimizers[i].step(lambda i=i, v=v, anchor=anchor: self._closure(i, v, anchor))  # type: ignore
+        self.sent = [v.detach().clone() for v in self.x]
+        for i, near in enumerate(self.near):
+            self.phi[i] += MU / 2 * (len(near) * self.sent[i] - sum(self.sent[j] for j in near))
+        return time.perf_counter() - began
+
+    def _closure(self, i: int, v: Tensor, anchor: Tensor) -> Tensor:
+        self.optimizers[i].zero_grad()
+        gap = v - anchor
+        loss: Tensor = self.losses[i](v) + self.phi[i] @ v + MU * len(self.near[i]) / 2 * (gap @ gap)
+        torch.autograd.backward(loss)
+        return loss
+
+    def rows(self) -> Tensor:
+        return torch.stack(self.sent)
+
+
+def _lbfgs(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """As many evaluations in every round as ours: no early end."""
+    return torch.optim.LBFGS(parameters, max_iter=STEPS, history_size=10, tolerance_grad=0, tolerance_change=0)
+
+
+def small(repeats: int) -> Iterator[Measure]:
+    """Against 20 (100, 200) torch.optim.LBFGS objects in a loop."""
+    for name, (make, size, goal) in CASES.items():
+        case = make(*size)
+        graph = graphs.ring(size[0])
+        _gate(name, case, graph)
+        ours = Rounds(methods.caden(mu_z=MU), case.problem, graph)
+        theirs = _ByHand(case, graph, _lbfgs, 1)
+        for _ in range(3):
+            ours(), theirs()
+        ratios = [sum(theirs() for _ in range(3)) / sum(ours() for _ in range(3)) for _ in range(repeats)]
+        yield Measure(f"{name}: times faster than a loop", ratios, goal)
+
+
+def _gate(name: str, case: Case, graph: Graph) -> None:
+    """Gradient descent must give the same iterates; L-BFGS, whose first step differs, nearly the same objective."""
+    step = 0.05
+    descent = Rounds(methods.caden(mu_z=MU, solver=solvers.gd(step)), case.problem, graph)
+    byhand = _ByHand(case, graph, lambda v: torch.optim.SGD(v, lr=step), STEPS)
+    for _ in range(3):
+        descent(), byhand()
+    apart = float((descent.x - byhand.rows()).abs().max())
+    if not apart < (1e-9 if case.problem.dtype == torch.float64 else 1e-4):
+        raise RunError(f"{name}: gradient descent differs from the loop by {apart:.1e}.")
+    ours = Rounds(methods.caden(mu_z=MU), case.problem, graph)
+    theirs = _ByHand(case, graph, _lbfgs, 1)
+    for _ in range(10):
+        ours(), theirs()
+    values = [float(case.problem.value_and_grad(rows)[0].sum()) for rows in (ours.x, theirs.rows())]
+    if not values[0] <= 1.01 * values[1] + 1e-9:
+        raise RunError(f"{name}: the objective is {values[0]:.6g}, by the loop {values[1]:.6g}.")
+
+
+def many(repeats: int) -> Iterator[Measure]:
+    """100 to 10,000 agents with 1,000 parameters each: time per edge, start-up, memory; each graph in a new process."""
+    for kind in ("ring", "random 4-regular"):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            yield from pool.apply(_many, (kind, repeats, torch.get_num_threads()))
+
+
+def _many(kind: str, repeats: int, threads: int) -> list[Measure]:
+    torch.set_num_threads(threads)
+    parallel.keep_freed_memory()
+    times: dict[int, list[float]] = {}
+    found = list[Measure]()
+    for agents in (10_000, 1000, 100):  # the largest first: memory is counted in a fresh process
+        began = time.perf_counter()
+        graph = graphs.ring(agents) if kind == "ring" else graphs.regular(agents, 4)
+        before = forget_peak()
+        problem = problems.logistic(agents=agents, samples=1, dim=1000, dtype=torch.float32, batching="bmm")
+        run = Rounds(methods.caden(mu_z=MU), problem, graph)
+        started = time.perf_counter() - began
+        for _ in range(4):  # the system hands out fresh memory slowly
+            run()
+        times[agents] = [run() / len(graph.edges) for _ in range(repeats)]
+        if not found:
+            needed = 4 * agents * 1000 * (4 + 2 * 10)  # x, phi, the neighbours' sum, gradient; the pairs
+            found.append(Measure(f"{kind}: seconds to start with 10,000 agents", [started], "< 10"))
+            found.append(Measure(f"{kind}: memory, of what the state needs", [(largest() - before) / needed], "< 2"))
+    for least in (100, 1000):
+        ratios = [a / b for a, b in zip(times[10_000], times[least])]
+        found.append(Measure(f"{kind}: time per edge, 10,000 over {least:,} agents", ratios, "< 1.5"))
+    return found
+
+
+PARTS: dict[str, Callable[[int], Iterator[Measure]]] = {"many": many, "paper": paper, "small": small}
+
+
+def run(parts: list[str], repeats: int) -> Iterator[Measure]:
+    """The measures of some parts, one after the other."""
+    parallel.keep_freed_memory()
+    for part in parts:
+        yield from PARTS[part](repeats)
+
+
+def remember(file: Path, measures: list[Measure]) -> dict[str, float]:
+    """Add the measures to a history file; what it held last of each."""
+    last: dict[str, float] = {}
+    if file.exists():
+        for line in file.read_text().splitlines():
+            last |= {name: statistics.median(ratios) for name, ratios in json.loads(line)["ratios"].items()}
+    entry = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "threads": torch.get_num_threads(), **about()}
+    entry["ratios"] = {m.name: m.ratios for m in measures}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.write(json.dumps(entry) + "\n")
+    return last

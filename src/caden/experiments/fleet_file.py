@@ -1,0 +1,60 @@
+"""Writing the file of a new fleet."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from caden.errors import CadenError, whole
+from caden.experiments.config import experiment
+from caden.networks.peers.fleet import Fleet, certify, free_ports
+
+
+def write_fleet(file: Path, agents: int, graph: str, mode: str, hosts: list[str], tls: bool) -> Path | None:
+    """Write a fleet on the digits, and with `tls` a folder of certificates beside it, which is returned."""
+    folder = file.parent / f"{file.stem}-certificates" if tls else None
+    for path in (file, folder):
+        if path is not None and path.exists():
+            raise CadenError(f"{path} exists already.")
+    if not file.parent.is_dir():
+        raise CadenError(f"There is no folder {file.parent}.")
+    names = _hosts(hosts, whole("agents", agents, least=2))
+    ports = free_ports(agents) if set(names) == {"127.0.0.1"} else [7447 + i for i in range(agents)]
+    method = {"name": "caden"} if mode == "lockstep" else {"name": "radmm", "rho": 0.1, "alpha": 0.7}
+    table: dict[str, Any] = {
+        "rounds": 200,
+        "deterministic": True,
+        "method": method,
+        "problem": {"agents": agents},
+        "graph": {"name": graph},
+        "fleet": {
+            "name": f"fleet-{secrets.token_hex(3)}",
+            "mode": mode,
+            "endpoints": [f"{'tls' if tls else 'tcp'}/{host}:{port}" for host, port in zip(names, ports)],
+            **({"certificates": folder.name} if folder else {}),
+        },
+    }
+    scratch = file.with_suffix(".tmp")
+    scratch.write_text(tomli_w.dumps(table))
+    try:
+        experiment(scratch).build(lambda made: Fleet.of(experiment(scratch)).check(made, 0))
+        if folder:
+            certify(folder, names)
+        scratch.rename(file)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return folder
+
+
+def _hosts(hosts: list[str], agents: int) -> list[str]:
+    """One host for each agent."""
+    for host in hosts:
+        if not re.fullmatch(r"[A-Za-z0-9.:_-]+", host):
+            raise CadenError(f"`--hosts` takes names or addresses, got {host!r}.")
+    if len(hosts) not in (1, agents):
+        raise CadenError(f"`--hosts` must name one host or one for each of the {agents} agents, got {len(hosts)}.")
+    return hosts * agents if len(hosts) == 1 else hosts

@@ -1,0 +1,272 @@
+"""One agent of a fleet: the same run as in the simulator, over a link, with a checkpoint after every step.
+
+A message depends on the state that the last checkpoint holds, and is published after it was written: a peer that was
+killed says the same again and goes on. In `versions.jsonl` stands what each step read; a step whose checkpoint is
+missing never happened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caden import schedules
+from caden.core import Method, Problem
+from caden.engine.history import Result, Row, RunDirectory
+from caden.engine.options import Conditions
+from caden.engine.process import threads
+from caden.engine.recorder import Recorder
+from caden.engine.run import Run
+from caden.engine.simulate import prepare
+from caden.engine.warmup import Warmup
+from caden.errors import CadenError, Diverged, Interrupted
+from caden.experiments.config import Experiment
+from caden.graphs import Graph
+from caden.networks.peers.fleet import Fleet
+from caden.networks.peers.link import AGREED, FINISHED, ZenohLink
+from caden.networks.peers.transports import Free, Link, Lockstep
+
+ENDS = ("", "rounds", "seconds", "tolerance")  # why a peer ends
+Show = Callable[[dict[str, Any]], None]
+
+
+def prepare_peer(
+    config: Experiment, agent: int, built: tuple[Method, Problem, Graph], link: Link
+) -> tuple[Run, Tensor, Free | Lockstep]:
+    """The run of one agent of a fleet, its start, and its transport: what a peer and its replay have in common."""
+    fleet, (method, problem, graph) = Fleet.of(config), built
+    transport: Free | Lockstep
+    transport = Free(agent, link, fleet.clip) if fleet.mode == "free" else Lockstep(agent, link)
+    conditions = Conditions(schedules.from_spec(config.participation), schedules.from_spec(config.local_steps))
+    run, start = prepare(method, problem, graph, conditions, config.seed, transport)
+    return run, start, transport
+
+
+def take_part(
+    config: Experiment,
+    agent: int,
+    folder: Path,
+    stop: threading.Event | None = None,
+    show: Show | None = None,
+    home: Path = Path(),
+) -> Result:
+    """Be one agent of a fleet until all are done; a folder with a checkpoint is gone on with.
+
+    `home` is the folder of the fleet's file, from which the one with the certificates is told.
+    """
+    fleet, stop = Fleet.of(config), stop or threading.Event()
+    run_dir, text = RunDirectory(folder), config.to_toml()
+    built = config.build(lambda graph: fleet.check(graph, agent))
+    _, problem, graph = built
+    if folder.exists():
+        there = folder / "config.toml"
+        if not there.is_file() or there.read_text() != text:
+            raise CadenError(f"{folder} belongs to another fleet file; choose another --out.")
+        if run_dir.weights.exists():
+            raise CadenError(f"Agent {agent} has finished; its model is in {run_dir.weights}.")
+    else:
+        RunDirectory.create(folder, text, config.seed)
+    with threads(config.deterministic):
+        like = torch.empty(problem.dim, dtype=problem.dtype, device=problem.device)
+        link = ZenohLink(fleet, graph, agent, like, home, folder, stop)
+        try:
+            return _Peer(config, fleet, agent, built, link, folder, stop, show).work()
+        finally:
+            link.close()
+
+
+class _Peer:
+    """A peer at work: steps, checkpoints, log, status, end."""
+
+    def __init__(
+        self,
+        config: Experiment,
+        fleet: Fleet,
+        agent: int,
+        built: tuple[Method, Problem, Graph],
+        link: ZenohLink,
+        folder: Path,
+        stop: threading.Event,
+        show: Show | None,
+    ):
+        self.run, self.start, self.transport = prepare_peer(config, agent, built, link)
+        self.recorder = Recorder(self.run, folder, self._row)
+        self.config, self.fleet, self.agent, self.link = config, fleet, agent, link
+        self.stop, self.show, self.shown = stop, show, 0.0
+        self.clock, self.calm, self.change, self.late, self.why = 0.0, 0, math.inf, False, ""
+        self.swept: set[int] = set()  # neighbours that brought something since the last sweep
+        self.log = folder / "versions.jsonl"
+
+    def work(self) -> Result:
+        run, link, recorder = self.run, self.link, self.recorder
+        self._begin()
+        link.say(run.index, self.calm)
+        began = time.monotonic() - self.clock
+        while not self.why:
+            self.why = self._reason()
+            if self.why:
+                self._save()
+                break
+            if self.stop.is_set():
+                raise Interrupted(f"Agent {self.agent} stopped after round {run.index}; the same command goes on.")
+            self._step()
+            self.clock = time.monotonic() - began
+            self.late = self.fleet.seconds is not None and self.clock >= self.fleet.seconds
+            if isinstance(self.transport, Free):
+                self._sweep(self.transport.fresh, self.transport.members - link.finished())
+                self._note(run.index - 1)
+            self._save()
+            link.say(run.index, self.calm)
+            if run.index % self.config.record_every == 0:
+                recorder.record()
+            self._tell("runs", every=0.25)
+        agreed = self.fleet.mode == "free" and self.why == "tolerance"
+        link.say(run.index, self.calm, FINISHED | (AGREED if agreed else 0))
+        if recorder.rows[-1]["round"] != run.index:
+            recorder.record()
+        self._tell("done")
+        link.linger(self.stop)
+        assert recorder.run_dir is not None
+        folder, target = recorder.run_dir.path, self.config.target
+        result = Result(run.state.x, recorder.rows, run.problem.whole, target, folder, {}, self.why)
+        recorder.run_dir.finish(result, picture=False)
+        return result
+
+    def _begin(self) -> None:
+        """From the start, or from the last checkpoint."""
+        saved = self.recorder.load()
+        if saved is None:
+            self.log.unlink(missing_ok=True)
+            self.run.begin(self.start, Warmup.from_spec(self.config.warmup))
+            self._note(-1)
+            self._save()
+        else:
+            self._resume(*saved)
+        if not self.recorder.rows:
+            self.recorder.record()
+
+    def _step(self) -> None:
+        """One round, and the largest change of model or arc variables in it, relative to their size."""
+        if isinstance(self.transport, Free):
+            self.link.news(self.fleet.pace)
+        else:
+            self.link.keep_step(self.run.index)
+        before = [part.clone() for part in self._moving()]
+        self.run.step()
+        if self.run.diverged():
+            raise Diverged(
+                f"Agent {self.agent} diverged in round {self.run.index}; see `mu_z`, `rho` or the step size."
+            )
+        self.change = max(
+            float((new - old).abs().max() / (1 + old.abs().max())) for new, old in zip(self._moving(), before)
+        )
+
+    def _moving(self) -> list[Tensor]:
+        """The model and the variables on edges and arcs of a state."""
+        return [part for part in self.run.state if isinstance(part, Tensor) and part.ndim == 2]
+
+    def _reason(self) -> str:
+        """Why to end here, or nothing. In lockstep all come to the same answer in the same round."""
+        index, tolerance = self.run.index, self.config.tolerance
+        if index >= self.config.rounds:
+            return "rounds"
+        if isinstance(self.transport, Free):
+            calm = tolerance is not None and self.link.agreed(self.fleet.calm)
+            return "tolerance" if calm else "seconds" if self.late else ""
+        if (tolerance is None and self.fleet.seconds is None) or index == 0 or index % self.config.record_every:
+            return ""
+        change, late = self.transport.agree(index, self.change, float(self.late))
+        return "tolerance" if tolerance is not None and change < tolerance else "seconds" if late else ""
+
+    def _sweep(self, fresh: dict[int, int], members: set[int]) -> None:
+        """Count the sweeps in which nothing changed, each over all neighbours that are at work."""
+        self.swept |= set(fresh)
+        if self.config.tolerance is None or self.change >= self.config.tolerance:
+            self.calm, self.swept = 0, set()
+        elif members <= self.swept and (members or self.transport.neighbours):
+            self.calm, self.swept = self.calm + 1, set()
+
+    def _note(self, step: int) -> None:
+        """Log what a step read."""
+        if isinstance(self.transport, Free):
+            read = {str(j): version for j, version in self.transport.fresh.items()}
+            line = {"step": step, "members": sorted(self.transport.members), "read": read}
+            with self.log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _save(self) -> None:
+        self.transport.wire_bytes = self.link.wire_bytes
+        tensors = {f"link.{name}": tensor for name, tensor in self.link.buffers().items()}
+        numbers = {"calm": self.calm, "late": self.late, "why": ENDS.index(self.why), "change": self.change}
+        self.recorder.save(tensors, seconds=self.clock, **numbers)
+
+    def _resume(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
+        self.transport.quiet = True
+        self.run.restore(self.start, tensors, numbers)
+        self.transport.quiet = False
+        buffers = {name.removeprefix("link."): t for name, t in tensors.items() if name.startswith("link.")}
+        self.link.restore(buffers, self.transport.members if isinstance(self.transport, Free) else set())
+        self.link.wire_bytes = self.transport.wire_bytes
+        self.clock, self.change = numbers["seconds"], numbers["change"]
+        self.calm, self.late, self.why = int(numbers["calm"]), bool(numbers["late"]), ENDS[int(numbers["why"])]
+        self.recorder.reopen()
+        if self.log.exists():
+            lines = [line for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            scratch = self.log.with_suffix(".tmp")
+            scratch.write_text("".join(line for line in lines if json.loads(line)["step"] < self.run.index))
+            os.replace(scratch, self.log)
+
+    def _tell(self, state: str, every: float = 0.0) -> None:
+        """Show how it goes, but not too often."""
+        if self.show is None or time.monotonic() - self.shown < every:
+            return
+        self.shown, link, last = time.monotonic(), self.link, self.recorder.rows[-1]
+        up = self._up()
+        self.show(
+            {
+                "agent": self.agent,
+                "round": self.run.index,
+                "objective": last["objective"],
+                "accuracy": last.get("accuracy"),
+                "change": self.change,
+                "up": up,
+                "down": [j for j in link.neighbours if j not in up],
+                "stale": link.stale(),
+                "wire_bytes": link.wire_bytes,
+                "refused": sum(link.refused.values()),
+                "state": state,
+            }
+        )
+
+    def _up(self) -> list[int]:
+        return [j for j in self.link.neighbours if self.link.silent(j) < 2.0]
+
+    def _row(self, run: Run) -> Row:
+        """A row of an agent that knows only itself."""
+        value, x = run.info.value, run.state.x
+        if value is None:
+            value = run.problem.whole.value_and_grad(x)[0]
+        return {
+            "round": run.index,
+            "seconds": self.clock,
+            "communications": run.network.communications,
+            "bytes": run.network.bytes,
+            "wire_bytes": self.link.wire_bytes,
+            "gradients": run.problem.gradients,
+            "objective": float(value.sum()),
+            "change": self.change,
+            "up": len(self._up()),
+            "stale": self.link.stale(),
+            "slowest_publish": self.link.slowest,
+            "refused": sum(self.link.refused.values()),
+            **{name: float(values.mean()) for name, values in run.problem.whole.evaluate(x).items()},
+        }

@@ -1,0 +1,92 @@
+"""What a broadcast gives: `core.Heard` where all know the same of an agent, and where each knows what reached it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from caden.core import Edges
+from caden.errors import CadenError
+
+_SLICE = 1 << 24  # elements of an edge temporary; wider rows are handled in slices of columns
+
+
+class HeardRows(NamedTuple):
+    """All neighbours know the same of an agent: one row each, the hosted ones first."""
+
+    rows: Tensor  # (k, d) what each hosted agent handed in
+    fresh: Tensor  # the same and what other processes' awake agents sent now
+    sent: Tensor | None  # what all know of each agent; None if somebody asleep never sent anything
+    edges: Edges
+
+    def _known(self) -> Tensor:
+        if self.sent is None:
+            raise CadenError("A sleeper has not sent anything yet: the method must make this broadcast in `init` too.")
+        return self.sent
+
+    def _edge_sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """sum_j w_ij (v_i - v_j) over edge differences: antisymmetric to the last bit, so rows sum to zero."""
+        out = torch.zeros_like(rows)
+        width = max(1, _SLICE // max(1, len(self.edges.first)))
+        for a in range(0, rows.shape[1], width):
+            v = rows[:, a : a + width]
+            difference = v[self.edges.first].sub_(v[self.edges.second])
+            if weights is not None:
+                difference.mul_(weights)
+            part = out[:, a : a + width]
+            part.index_add_(0, self.edges.first, difference)
+            part.index_add_(0, self.edges.second, difference, alpha=-1)
+        return out[: self.edges.agents] if self.edges.elsewhere else out
+
+    def laplacian(self) -> Tensor:
+        return self._edge_sum(self._known())
+
+    def mix(self, weights: Tensor | None = None) -> Tensor:
+        """W v with w_ij on edges whose ends are both awake, the rest of each row's weight on itself.
+
+        `weights` (e,) defaults to Metropolis weights of the awake subgraph, 1 / (1 + max of the awake degrees).
+        """
+        known = self.fresh if self.sent is None else self.sent  # the same on edges that count, unless compressed
+        return self.rows - self._edge_sum(known, self.edges.mixing(self.rows, weights))
+
+    def disagreement(self) -> Tensor:
+        rows, edges = self._known(), self.edges
+        square = rows.new_zeros(len(edges.first), 1)
+        for v in torch.split(rows, max(1, _SLICE // max(1, len(edges.first))), dim=1):
+            square += (v[edges.first] - v[edges.second]).square_().sum(1, keepdim=True)
+        return edges.sum(square).squeeze(1)
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        rows = self._known()
+        return rows[self.edges.first], rows[self.edges.second]
+
+
+class HeardArcs(NamedTuple):
+    """Each arc's owner knows of its peer what last arrived."""
+
+    rows: Tensor  # (k, d) each hosted agent's own row
+    known: Tensor  # (2e, d) at arc (i, j): what i last heard from j
+    fresh: Tensor  # (2e, 1) bool: both ends are awake and a message arrived
+    edges: Edges
+    agreed: Tensor | None  # (rows, d) everybody's row, if both ends of an edge know what the other has heard
+
+    def laplacian(self) -> Tensor:
+        return self.edges.arc_sum(self.rows[self.edges.owner()] - self.known)
+
+    def mix(self, weights: Tensor | None = None) -> Tensor:
+        edges, weight = self.edges, self.edges.mixing(self.rows, weights)
+        pull = torch.cat([weight, weight]) * (self.rows[edges.owner()] - self.known)
+        return self.rows - edges.arc_sum(torch.where(self.fresh, pull, 0))
+
+    def disagreement(self) -> Tensor:
+        square = (self.rows[self.edges.owner()] - self.known).square().sum(1, keepdim=True)
+        return self.edges.arc_sum(square).squeeze(1)
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        if self.agreed is None:
+            raise CadenError(
+                "Edge variables need messages that arrive: use `radmm`, or no `messages.loss` and `messages.delay`."
+            )
+        return self.agreed[self.edges.first], self.agreed[self.edges.second]

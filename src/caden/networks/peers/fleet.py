@@ -1,0 +1,143 @@
+"""A fleet: an experiment file with a table `[fleet]` that says where its agents listen and how they work together."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from caden.errors import CadenError, choose, positive, whole
+from caden.graphs import Graph
+
+MODES = ("free", "lockstep")
+
+
+class FleetFile(Protocol):
+    """What of an experiment a fleet depends on."""
+
+    fleet: dict[str, Any]
+    rounds: int
+    record_every: int
+    tolerance: float | None
+    participation: Any
+    messages: dict[str, Any]
+    links: Any
+
+
+class Fleet(BaseModel):
+    """The table `[fleet]`; times are in seconds."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str  # the first part of every key on the wire, and of the run directory
+    endpoints: list[str]  # where agent i listens, "tcp/HOST:PORT" or "tls/HOST:PORT"
+    mode: str = "free"  # or "lockstep": exact rounds, as in the simulator
+    certificates: str = ""  # folder with ca.pem, agent-I.pem and agent-I.key; needed for tls
+    pace: float = 0.05  # free: without news from anybody, the next step begins after so long
+    forget: float = 30.0  # free: a neighbour that is silent for so long does not count until it speaks again
+    patience: float = (
+        60.0  # lockstep: a neighbour that is silent for so long ends the run; also: longest stay at the end
+    )
+    seconds: float | None = None  # time limit of a run; in lockstep all end in the same round
+    calm: int = 20  # free: sweeps over all neighbours with changes below `tolerance`, before an agent counts as done
+    clip: float | None = None  # free: longest change, in Euclidean norm, that a neighbour's message may make
+
+    @classmethod
+    def of(cls, config: FleetFile) -> Fleet:
+        """The checked table of an experiment."""
+        if not config.fleet:
+            raise CadenError("The file has no table [fleet]; `caden fleet init` writes one.")
+        try:
+            found = cls.model_validate(config.fleet)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CadenError(f"`fleet.{first['loc'][0]}`: {first['msg']}, got {first['input']!r}.") from None
+        choose("mode", found.mode, MODES)
+        for key in ("pace", "forget", "patience", "seconds", "clip"):
+            if getattr(found, key) is not None:
+                positive(f"fleet.{key}", getattr(found, key))
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", found.name):
+            raise CadenError(f"`fleet.name` must be a plain word, got {found.name!r}.")
+        whole("fleet.calm", found.calm, least=1), whole("rounds", config.rounds)
+        whole("record_every", config.record_every, least=1)
+        if config.tolerance is not None:
+            positive("tolerance", config.tolerance)
+        if found.mode == "free" and config.participation != 1.0:
+            raise CadenError("Free-running peers sleep when they like: `participation` belongs to lockstep.")
+        if config.messages or config.links != 1.0:
+            raise CadenError("`messages` and `links` model a network; on a real one they are not for us to choose.")
+        return found
+
+    def check(self, graph: Graph, agent: int) -> list[int]:
+        """Does the table fit the graph? If so, what this process hosts."""
+        if len(self.endpoints) != graph.agents:
+            raise CadenError(f"`fleet.endpoints` has {len(self.endpoints)} entries for {graph.agents} agents.")
+        if not 0 <= agent < graph.agents:
+            raise CadenError(f"`--agent` must lie in 0..{graph.agents - 1}, got {agent}.")
+        for endpoint in self.endpoints:
+            if not re.fullmatch(r"(tcp|tls)/[^\s/]+:\d{1,5}", endpoint):
+                raise CadenError(f"`fleet.endpoints` takes tcp/HOST:PORT or tls/HOST:PORT, got {endpoint!r}.")
+            if endpoint.startswith("tls/") != bool(self.certificates):
+                raise CadenError("Endpoints with tls/ and `fleet.certificates` belong together.")
+        return [agent]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody uses now."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def certify(folder: Path, hosts: list[str], days: int = 365) -> None:
+    """A private certificate authority and a certificate per agent, named agent-I, for the host it listens on.
+
+    The authority's key is not kept: nobody can be added later, and nothing has to be guarded but the agents' keys.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+    except ImportError:
+        raise CadenError('Certificates need the extra "peers": pip install "caden-opt[peers]".') from None
+
+    def sign(name: str, key: Any, extensions: list[Any]) -> Any:
+        begin = datetime.now(UTC) - timedelta(minutes=5)
+        builder = x509.CertificateBuilder().serial_number(x509.random_serial_number())
+        builder = builder.subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        builder = builder.issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fleet")]))
+        builder = builder.public_key(key.public_key()).not_valid_before(begin)
+        builder = builder.not_valid_after(begin + timedelta(days=days))
+        for extension in extensions:
+            builder = builder.add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+        return builder.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    folder.mkdir(parents=True)
+    authority = ec.generate_private_key(ec.SECP256R1())
+    (folder / "ca.pem").write_bytes(sign("fleet", authority, [x509.BasicConstraints(ca=True, path_length=0)]))
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    for agent, host in enumerate(hosts):
+        key = ec.generate_private_key(ec.SECP256R1())
+        try:
+            name: Any = x509.IPAddress(ipaddress.ip_address(host))
+        except ValueError:
+            name = x509.DNSName(host)
+        signed = sign(f"agent-{agent}", key, [x509.SubjectAlternativeName([name]), usage])
+        (folder / f"agent-{agent}.pem").write_bytes(signed)
+        secret = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        path = folder / f"agent-{agent}.key"
+        path.touch(mode=0o600)
+        path.write_bytes(secret)

@@ -1,0 +1,52 @@
+"""What a report is made of: sections of text, figures and tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+
+from caden.engine.figures import Figure
+from caden.graphs import Graph
+
+
+@dataclass
+class Table:
+    """Cells as they are shown; the header is the columns' names."""
+
+    name: str
+    title: str
+    cells: pd.DataFrame
+    note: str = ""
+
+
+@dataclass
+class Section:
+    """A heading and what stands under it."""
+
+    title: str
+    text: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """A page and the files beside it."""
+
+    title: str
+    summary: list[str]
+    sections: list[Section]
+    graph: Graph | None = None
+    about: dict[str, str] = field(default_factory=dict)  # versions, machine, command
+
+
+def running_mean(history: pd.DataFrame) -> pd.DataFrame:
+    """The history with the mean of V over the rounds so far; rounds that were not recorded are interpolated."""
+    if "lyapunov" not in history or history["lyapunov"].isna().all():
+        return history
+    rounds = history["round"].to_numpy(int)
+    every = np.interp(np.arange(rounds[-1] + 1), rounds, history["lyapunov"].to_numpy(float))
+    mean = np.cumsum(every) / np.arange(1, len(every) + 1)
+    return history.assign(mean_lyapunov=mean[rounds])
