@@ -1,7 +1,5 @@
 """How steep the f_i are: estimates from differences of gradients and from Hessian-vector products."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What can go wrong, in two kinds: the input is bad (exit code 2), or the run failed (exit code 1)."""
 
-from __future__ import annotations
-
 import math
 import numbers
 from collections.abc import Iterable

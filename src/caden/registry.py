@@ -1,7 +1,5 @@
 """Making things from tables `{name = "...", parameter = value, ...}`, as TOML files and keyword arguments give them."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping

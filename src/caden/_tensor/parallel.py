@@ -1,7 +1,5 @@
 """Going through agents one by one, on threads or in turn, and memory that is freed and needed again."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

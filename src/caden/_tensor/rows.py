@@ -1,7 +1,5 @@
 """Small things on rows, which are agents; `rows` picks some of them, and None stands for all, which needs no copies."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """States, which are nested NamedTuples of tensors, as flat dictionaries and back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

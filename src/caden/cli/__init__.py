@@ -1,7 +1,5 @@
 """The command line: parse, call, print. Exit code 0 is done, 1 a failed run, 2 bad input."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """The commands of peers: `caden peer`, `caden fleet`, `caden fleet init`, `caden replay`."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -118,15 +116,7 @@ def run_fleet(file: FleetFile, out: Out = None) -> None:
                     live.update(_table(fleet.name, states, crew))
                 stop.wait(0.1)
     finally:
-        end = time.monotonic() + 20
-        for member in crew:
-            if member.poll() is None:
-                member.terminate()
-        for member in crew:
-            try:
-                member.wait(max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                member.kill()
+        _end(crew)
         for reader in readers:
             reader.join(2)
     console.print(_table(fleet.name, states, crew))
@@ -134,6 +124,18 @@ def run_fleet(file: FleetFile, out: Out = None) -> None:
     code = max((abs(member.returncode) for member in crew), default=0)
     if code:
         raise typer.Exit(min(code, 2))
+
+
+def _end(crew: list[subprocess.Popen[str]]) -> None:
+    """Ask the processes to end, and end those that do not."""
+    end = time.monotonic() + 20
+    for member in crew:
+        member.terminate()
+    for member in crew:
+        try:
+            member.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            member.kill()
 
 
 def _table(title: str, states: list[dict[str, Any]], crew: list[subprocess.Popen[str]]) -> Table:

@@ -1,7 +1,5 @@
 """`caden run`, `resume` and `compare`."""
 
-from __future__ import annotations
-
 import sys
 from datetime import datetime
 from pathlib import Path

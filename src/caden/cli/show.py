@@ -1,7 +1,5 @@
 """What the commands print: tables for people, or one JSON object."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

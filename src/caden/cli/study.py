@@ -1,7 +1,5 @@
 """`caden theory`, `tune`, `reproduce`, `report`, `list`, `bench` and `data`."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

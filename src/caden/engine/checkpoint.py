@@ -1,7 +1,5 @@
 """Saving and restoring a run's state: safetensors files, written whole or not at all, checked when read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The columns of a history: what each is called, how it is written, how it is drawn. Nobody else says so."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Figures: lines of histories, drawn into files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

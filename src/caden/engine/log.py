@@ -1,7 +1,5 @@
 """Histories for people's own tools, as callbacks of `simulate`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

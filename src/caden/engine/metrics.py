@@ -1,7 +1,5 @@
 """What is measured at the recorded rounds. The clock stands still meanwhile, and no evaluation made here is counted."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What `simulate` can be told, in groups; every field of a group is a keyword of `simulate`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields

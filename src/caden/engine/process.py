@@ -1,7 +1,5 @@
 """What a run changes in its process, for as long as it lasts."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Progress bars for the terminal; elsewhere a run is silent and a plan writes a line per run."""
 
-from __future__ import annotations
-
 import sys
 import time
 from types import TracebackType

@@ -1,7 +1,5 @@
 """What a run leaves: rows of a history, and a directory with metrics, checkpoints and the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """`simulate`: rounds of a method over a network, measured, checkpointed, stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Absolute times say little on shared machines; a ratio of two things timed one af
 what the code does. Every comparison with another implementation passes a gate first: the results must agree.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import statistics

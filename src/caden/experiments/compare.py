@@ -1,7 +1,5 @@
 """Several methods on the same problem, graph, start and draws."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -148,29 +148,11 @@ class Experiment(BaseModel):
         else:
             method, (problem, graph) = make("method", METHODS, self.method), built
             self._resolve(problem)
-        return simulate(
-            method,
-            problem,
-            graph,
-            self.rounds,
-            participation=schedules.from_spec(self.participation),
-            local_steps=schedules.from_spec(self.local_steps),
-            seed=self.seed,
-            warmup=self.warmup or None,
-            messages=self.messages or None,
-            links=schedules.from_spec(self.links),
-            record_every=self.record_every,
-            target=self.target,
-            stop_at_target=self.stop_at_target,
-            tolerance=self.tolerance,
-            deterministic=self.deterministic,
-            checkpoint_every=self.checkpoint_every,
-            config=self.to_toml(),
-            directory=directory,
-            resume=resume,
-            transport=transport,
-            **options,
-        )
+        same = ("rounds", "seed", "record_every", "checkpoint_every", "target", "stop_at_target", "tolerance")
+        given = {name: getattr(self, name) for name in (*same, "deterministic")}
+        given |= {n: schedules.from_spec(getattr(self, n)) for n in ("participation", "local_steps", "links")}
+        given |= {"warmup": self.warmup, "messages": self.messages, "config": self.to_toml(), "transport": transport}
+        return simulate(method, problem, graph, **given, directory=directory, resume=resume, **options)
 
 
 def parse(text: str, source: str = "the experiment") -> dict[str, Any]:

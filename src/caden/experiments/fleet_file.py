@@ -1,7 +1,5 @@
 """Writing the file of a new fleet."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from pathlib import Path

@@ -4,8 +4,6 @@ How many vectors of d numbers a method holds at its peak, it is hard to say and 
 on a miniature with the same graph, in processes of their own, whose largest memory is read afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import multiprocessing

@@ -5,8 +5,6 @@ largest distance of any agent from the centralised minimiser, relative to its no
 fifth awake, where everything is slower.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

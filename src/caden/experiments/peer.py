@@ -5,8 +5,6 @@ killed says the same again and goes on. In `versions.jsonl` stands what each ste
 missing never happened.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

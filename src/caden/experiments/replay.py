@@ -1,7 +1,5 @@
 """A free-running fleet once more, in one process: every step reads the versions that its log says."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

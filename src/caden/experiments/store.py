@@ -1,7 +1,5 @@
 """Many runs as one piece of work: found again by their content, resumed where they stopped, with the time left."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """What theory says of an experiment before it is run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -7,8 +7,6 @@ fewest rounds win, or, where the target was not reached, the highest accuracy (w
 error). Accuracy is that of samples held out from the training set; the test set is not looked at.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping, Sequence

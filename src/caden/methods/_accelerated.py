@@ -16,8 +16,6 @@ Memory: 2 q + 2 states.
 Sleeping agents: refused; with them a round is another map each time.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +73,7 @@ def _with_rows(inner: Any, rows: Tensor, round: Round) -> Any:
     return restore(inner, tensors, "")
 
 
-@register(check={"method": {"name": "caden", "mu_z": 0.4, "solver": "exact"}})
+@register({"method": {"name": "caden", "mu_z": 0.4, "solver": "exact"}})
 def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 3) -> Method:
     """Any method, its fixed-point map accelerated with secant pairs; needs everyone awake.
 

@@ -18,8 +18,6 @@ One vector per directed edge and round ("mc": its degree). Sleeping agents: W is
 and sleepers keep all they have; sum z = 0 holds in every round.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,7 +27,7 @@ from caden.core import Info, LocalSolver, Method, Objective, Round
 from caden.errors import choose, positive, whole
 from caden.methods._first_order import awake, refresh
 from caden.methods._gossip import chebyshev_mix
-from caden.methods._registry import register
+from caden.methods._registry import BROADCAST, register
 
 
 class State(NamedTuple):
@@ -42,9 +40,9 @@ class State(NamedTuple):
 
 
 @register(
-    check={"eta": 2.0, "solver": "exact"},
-    survives="sleep links compression",
-    space={"eta": {"low": 1.0, "high": 1000.0, "unit": "1/L"}, "solver": ["gd", "agd", "adam"]},
+    {"eta": 2.0, "solver": "exact"},
+    BROADCAST,
+    {"eta": {"low": 1.0, "high": 1000.0, "unit": "1/L"}, "solver": ["gd", "agd", "adam"]},
 )
 def adapd(
     eta: float = 3.0,

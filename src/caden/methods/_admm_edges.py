@@ -9,8 +9,6 @@ The reference that the agent form is tested against. One vector per directed edg
 Sleeping agents: refused; this is the form in which Algorithm 1 was derived, for everyone awake.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +29,7 @@ class State(NamedTuple):
     memory: Any
 
 
-@register(check={"mu_z": 0.4}, survives="compression", space={"mu_z": PENALTY})
+@register({"mu_z": 0.4}, "compression", {"mu_z": PENALTY})
 def admm_edges(mu_z: float, mu_y: float | None = None, solver: LocalSolver | str | dict[str, Any] = "exact") -> Method:
     """Eq. (5) of the CADEN paper with y and z on edges; needs everyone awake.
 

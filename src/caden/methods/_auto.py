@@ -6,8 +6,6 @@ in units of gradients; between them stands the curvature that the agents met, |c
 over a round. phi is not scaled by mu_z, so nothing else changes with it. Agents agree on the numbers by max-consensus.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

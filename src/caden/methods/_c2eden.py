@@ -13,8 +13,6 @@ send the new x down instead, one vector). Two d x d matrices: small dimensions o
 Sleeping agents: refused; a column or a gradient without somebody's part is that of another function.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -57,7 +55,7 @@ def cubic_step(g: Tensor, H: Tensor, cubic: float) -> Tensor:
     return step
 
 
-@register(check={"alpha": 0.5}, space={"alpha": STEP, "cubic": [0.0, 0.1, 1.0]})
+@register({"alpha": 0.5}, space={"alpha": STEP, "cubic": [0.0, 0.1, 1.0]})
 def c2eden(alpha: float = 0.3, cubic: float = 0.0) -> Method:
     """C2EDEN: Newton steps with a Hessian that is sent column by column; for small d, everyone awake.
 

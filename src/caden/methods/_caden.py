@@ -25,8 +25,6 @@ If nobody can ever sleep, the same iterates come from agent variables alone, whi
 "Asynchronous distributed optimization over lossy networks via relaxed ADMM", IEEE TAC 66(6), 2021.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +35,7 @@ from caden.core import Heard, Info, LocalSolver, Method, Objective, Round, Verdi
 from caden.curvature import smoothness
 from caden.errors import CadenError, choose, number, positive
 from caden.methods._auto import CHECKS, balance, first_penalty
-from caden.methods._registry import PENALTY, RELAX, register
+from caden.methods._registry import BROADCAST, PENALTY, RELAX, register
 from caden.theory import examine
 
 
@@ -54,12 +52,7 @@ class State(NamedTuple):
     tally: Tensor | None  # (k, 3) residuals and curvature since mu_z was last looked at, if it is "auto"
 
 
-@register(
-    check={"mu_z": 0.4, "solver": "exact"},
-    survives="sleep links compression",
-    space={"mu_z": PENALTY, "relax": RELAX},
-    theory=True,
-)
+@register({"mu_z": 0.4, "solver": "exact"}, BROADCAST, {"mu_z": PENALTY, "relax": RELAX}, theory=True)
 def caden(
     mu_z: float | str = "auto",
     mu_y: float | None = None,
@@ -137,7 +130,7 @@ def caden(
     return Method(init, step, "caden", ask, adapt)
 
 
-@register(check={"mu_z": 0.4}, survives="sleep links compression", space={"mu_z": PENALTY, "relax": RELAX}, theory=True)
+@register({"mu_z": 0.4}, BROADCAST, {"mu_z": PENALTY, "relax": RELAX}, theory=True)
 def caden_gd(mu_z: float | str = "auto", step: float | None = None, **options: Any) -> Method:
     """CADEN with gradient descent as the local solver.
 

@@ -1,7 +1,5 @@
 """What the methods that hold d x d matrices share: knowing when they cannot."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from caden.core import Round

@@ -7,8 +7,6 @@ One vector per directed edge and round. With a constant step it converges to a p
 biased, also when everyone is awake. Sleeping agents: W is doubly stochastic on the awake subgraph.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,7 +23,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-@register(check={"alpha": 0.1}, space={"alpha": STEP})
+@register({"alpha": 0.1}, space={"alpha": STEP})
 def dgd(alpha: float = 0.3) -> Method:
     """Decentralised gradient descent; biased: it converges near the minimiser, not to it.
 

@@ -10,8 +10,6 @@ round. Sleeping agents: the dual moves along edges whose ends are both awake, so
 anchors use the last row that a sleeper sent. Exact on strongly convex problems in the tests; no theory is known to us.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
 from caden.errors import positive
-from caden.methods._registry import PENALTY, register
+from caden.methods._registry import BROADCAST, PENALTY, register
 
 
 class State(NamedTuple):
@@ -29,11 +27,7 @@ class State(NamedTuple):
     memory: Any
 
 
-@register(
-    check={"rho": 0.2, "growth": 1.0, "solver": "exact"},
-    survives="sleep links compression",
-    space={"rho": PENALTY, "growth": [1.0, 1.0003, 1.003]},
-)
+@register({"rho": 0.2, "growth": 1.0, "solver": "exact"}, BROADCAST, {"rho": PENALTY, "growth": [1.0, 1.0003, 1.003]})
 def dinno(rho: float = 0.05, growth: float = 1.0003, solver: LocalSolver | str | dict[str, Any] = "adam") -> Method:
     """DiNNO: consensus ADMM whose dual moves before the local steps.
 

@@ -12,12 +12,10 @@ Hessian-vector products), or its L-BFGS estimate ("lbfgs"). One vector per direc
 agents: CADEN's half-step rule; exact.
 """
 
-from __future__ import annotations
-
 from caden.core import LocalSolver, Method
 from caden.errors import choose, positive
 from caden.methods._caden import caden
-from caden.methods._registry import PENALTY, register
+from caden.methods._registry import BROADCAST, PENALTY, register
 from caden.solvers import gd, lbfgs, newton
 
 
@@ -29,9 +27,9 @@ def _one_step(solver: LocalSolver) -> LocalSolver:
 
 
 @register(
-    check={"mu_z": 0.4, "step": "newton", "eps": 0.2},
-    survives="sleep links compression",
-    space={"mu_z": PENALTY, "step": ["gd", "newton", "lbfgs"], "eps": [0.3, 1.0, 3.0]},
+    {"mu_z": 0.4, "step": "newton", "eps": 0.2},
+    BROADCAST,
+    {"mu_z": PENALTY, "step": ["gd", "newton", "lbfgs"], "eps": [0.3, 1.0, 3.0]},
 )
 def druid(mu_z: float = 0.1, step: str = "lbfgs", eps: float = 1.0) -> Method:
     """DRUID: CADEN with a single curvature-aided step a round.
@@ -55,9 +53,7 @@ def druid(mu_z: float = 0.1, step: str = "lbfgs", eps: float = 1.0) -> Method:
     return caden(mu_z=mu_z, solver=_one_step(solver))._replace(name="druid")
 
 
-@register(
-    check={"c": 0.2, "rho": 1.0}, survives="sleep links compression", space={"c": PENALTY, "rho": [0.5, 2.0, 10.0]}
-)
+@register({"c": 0.2, "rho": 1.0}, BROADCAST, {"c": PENALTY, "rho": [0.5, 2.0, 10.0]})
 def dlm(c: float = 0.05, rho: float = 2.0) -> Method:
     """DLM: linearised ADMM, one gradient a round.
 

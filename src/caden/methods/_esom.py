@@ -15,8 +15,6 @@ for its dual is the one it needs next). Sleeping agents: W is doubly stochastic 
 stays exact with half of the agents awake and diverges with a fifth; it was made for everyone awake.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -57,9 +55,7 @@ def _direction(
     return d
 
 
-@register(
-    check={"alpha": 1.0, "eps": 0.5}, survives="links compression", space={"alpha": PENALTY, "eps": [0.3, 1.0, 3.0]}
-)
+@register({"alpha": 1.0, "eps": 0.5}, "links compression", {"alpha": PENALTY, "eps": [0.3, 1.0, 3.0]})
 def esom(alpha: float = 1.0, order: int = 0, eps: float = 1.0) -> Method:
     """ESOM-K: a second-order method of multipliers, for convex f_i.
 
@@ -99,7 +95,7 @@ class NewtonState(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-@register(check={"alpha": 0.1}, space={"alpha": {"low": 0.01, "high": 10.0}})
+@register({"alpha": 0.1}, space={"alpha": {"low": 0.01, "high": 10.0}})
 def network_newton(alpha: float = 0.1, order: int = 1, step_size: float = 1.0) -> Method:
     """Network Newton NN-K; biased: it minimises a penalty function.
 

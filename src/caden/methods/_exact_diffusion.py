@@ -17,8 +17,6 @@ same but for the first round, which does not mix. One vector per directed edge a
 stochastic on the awake subgraph, sum q = 0 in every round; exact.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -26,7 +24,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import CadenError, number, positive
 from caden.methods._first_order import awake, refresh
-from caden.methods._registry import STEP, register
+from caden.methods._registry import BROADCAST, STEP, register
 
 
 class State(NamedTuple):
@@ -55,7 +53,7 @@ def _method(alpha: float, name: str, mix_first: bool = True, l1: float = 0.0) ->
     return Method(init, step, name)
 
 
-@register(check={"alpha": 0.5}, survives="sleep links compression", space={"alpha": STEP})
+@register({"alpha": 0.5}, BROADCAST, {"alpha": STEP})
 def exact_diffusion(alpha: float = 0.3) -> Method:
     """Exact diffusion.
 
@@ -73,7 +71,7 @@ def exact_diffusion(alpha: float = 0.3) -> Method:
     return _method(alpha, "exact_diffusion")
 
 
-@register(check={"alpha": 0.5, "l1": 0.0}, survives="sleep links compression", space={"alpha": STEP})
+@register({"alpha": 0.5, "l1": 0.0}, BROADCAST, {"alpha": STEP})
 def prox_diffusion(alpha: float = 0.3, l1: float = 1e-4) -> Method:
     """Proximal exact diffusion: the mean of the f_i plus l1 |x|_1.
 
@@ -94,7 +92,7 @@ def prox_diffusion(alpha: float = 0.3, l1: float = 1e-4) -> Method:
     return _method(alpha, "prox_diffusion", l1=l1)
 
 
-@register(check={"alpha": 0.5}, survives="sleep links compression", space={"alpha": STEP})
+@register({"alpha": 0.5}, BROADCAST, {"alpha": STEP})
 def d2(alpha: float = 0.3) -> Method:
     """D2: exact diffusion whose first round does not mix.
 
@@ -112,7 +110,7 @@ def d2(alpha: float = 0.3) -> Method:
     return _method(alpha, "d2", mix_first=False)
 
 
-@register(check={"alpha": 0.5}, survives="sleep links compression", space={"alpha": STEP})
+@register({"alpha": 0.5}, BROADCAST, {"alpha": STEP})
 def nids(alpha: float = 0.3) -> Method:
     """NIDS with one step for all agents; the same iterates as D2.
 

@@ -12,8 +12,6 @@ directed edge and round. Sleeping agents: W is doubly stochastic on the awake su
 The two-step recursion itself would not be.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,7 +19,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import positive
 from caden.methods._first_order import awake, refresh
-from caden.methods._registry import STEP, register
+from caden.methods._registry import BROADCAST, STEP, register
 
 
 class State(NamedTuple):
@@ -32,7 +30,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-@register(check={"alpha": 0.5}, survives="sleep links compression", space={"alpha": STEP})
+@register({"alpha": 0.5}, BROADCAST, {"alpha": STEP})
 def extra(alpha: float = 0.3) -> Method:
     """EXTRA.
 

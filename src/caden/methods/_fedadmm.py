@@ -11,8 +11,6 @@ A server method: one vector up and one down per awake agent.
 Sleeping agents: the server keeps their last part in its mean; exact.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -31,9 +29,7 @@ class State(NamedTuple):
     memory: Any
 
 
-@register(
-    check={"rho": 0.3, "solver": "exact"}, survives="sleep", space={"rho": PENALTY, "solver": ["gd", "agd", "lbfgs"]}
-)
+@register({"rho": 0.3, "solver": "exact"}, "sleep", {"rho": PENALTY, "solver": ["gd", "agd", "lbfgs"]})
 def fedadmm(rho: float = 0.3, solver: LocalSolver | str | dict[str, Any] = "gd") -> Method:
     """FedADMM, through a server.
 

@@ -9,8 +9,6 @@ A server method: one vector up and one down per awake agent.
 Sleeping agents: the mean is over those awake. Biased when agents differ and take several local steps, whoever is awake.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -26,7 +24,7 @@ class State(NamedTuple):
     theta: Tensor  # (d,)
 
 
-@register(check={"alpha": 0.2}, space={"alpha": STEP})
+@register({"alpha": 0.2}, space={"alpha": STEP})
 def fedavg(alpha: float = 0.3) -> Method:
     """FedAvg, through a server; biased when agents differ and take several local steps.
 

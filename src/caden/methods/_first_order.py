@@ -1,7 +1,5 @@
 """What the methods that take plain gradient steps share: evaluating awake agents only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Chebyshev polynomials of the graph: averages and Laplacian systems by repeated exchanges with neighbours."""
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

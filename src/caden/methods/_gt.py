@@ -13,8 +13,6 @@ Two vectors per directed edge and round. Sleeping agents: W is doubly stochastic
 sum g = sum grad f holds in every round and the method stays exact.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -22,7 +20,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import choose, positive
 from caden.methods._first_order import awake, refresh
-from caden.methods._registry import STEP, register
+from caden.methods._registry import BROADCAST, STEP, register
 
 
 class State(NamedTuple):
@@ -32,11 +30,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-@register(
-    check={"alpha": 0.3},
-    survives="sleep links compression",
-    space={"alpha": STEP, "form": ["atc", "semi_b", "non_atc"]},
-)
+@register({"alpha": 0.3}, BROADCAST, {"alpha": STEP, "form": ["atc", "semi_b", "non_atc"]})
 def gt(alpha: float = 0.3, form: str = "atc") -> Method:
     """Gradient tracking.
 
@@ -76,7 +70,7 @@ def gt(alpha: float = 0.3, form: str = "atc") -> Method:
     return Method(init, step, "gt")
 
 
-@register(check={"alpha": 0.2}, survives="sleep links compression", space={"alpha": STEP})
+@register({"alpha": 0.2}, BROADCAST, {"alpha": STEP})
 def diging(alpha: float = 0.05) -> Method:
     """DIGing: gradient tracking in its non-ATC form.
 

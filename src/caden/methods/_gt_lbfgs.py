@@ -11,8 +11,6 @@ Two vectors per directed edge and round, one gradient. Sleeping agents: W is dou
 in gradient tracking; exact.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -23,7 +21,7 @@ from caden.core import Info, Method, Round
 from caden.curvature import smoothness
 from caden.errors import positive, whole
 from caden.methods._first_order import awake, refresh
-from caden.methods._registry import register
+from caden.methods._registry import BROADCAST, register
 from caden.solvers._lbfgs import Pairs, direction, no_pairs
 
 
@@ -38,11 +36,7 @@ class State(NamedTuple):
     stored: Tensor
 
 
-@register(
-    check={"alpha": 0.1, "eps": 0.3},
-    survives="sleep links compression",
-    space={"alpha": {"low": 0.003, "high": 3.0}, "eps": [0.1, 1.0, 10.0]},
-)
+@register({"alpha": 0.1, "eps": 0.3}, BROADCAST, {"alpha": {"low": 0.003, "high": 3.0}, "eps": [0.1, 1.0, 10.0]})
 def gt_lbfgs(alpha: float = 0.3, eps: float = 1.0, memory: int = 10) -> Method:
     """Gradient tracking along damped L-BFGS directions.
 

@@ -8,8 +8,6 @@ on the awake subgraph, sum c = 0 in every round; exact. Unequal numbers of local
 same.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,7 +15,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import positive
 from caden.methods._first_order import local_descent
-from caden.methods._registry import STEP, register
+from caden.methods._registry import BROADCAST, STEP, register
 
 
 class State(NamedTuple):
@@ -25,7 +23,7 @@ class State(NamedTuple):
     c: Tensor  # (k, d)
 
 
-@register(check={"alpha": 0.1}, survives="sleep links compression", space={"alpha": STEP, "gamma": [0.5, 0.75, 1.0]})
+@register({"alpha": 0.1}, BROADCAST, {"alpha": STEP, "gamma": [0.5, 0.75, 1.0]})
 def kgt(alpha: float = 0.1, gamma: float = 1.0) -> Method:
     """K-GT: gradient tracking with local steps; give all agents equally many.
 

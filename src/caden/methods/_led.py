@@ -9,8 +9,6 @@ One vector per directed edge and round; one local step with beta = 1 is exact di
 stochastic on the awake subgraph, sum y = 0 in every round; exact.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,7 +16,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import positive
 from caden.methods._first_order import local_descent
-from caden.methods._registry import STEP, register
+from caden.methods._registry import BROADCAST, STEP, register
 
 
 class State(NamedTuple):
@@ -26,11 +24,7 @@ class State(NamedTuple):
     y: Tensor  # (k, d)
 
 
-@register(
-    check={"alpha": 0.3, "beta": 0.3},
-    survives="sleep links compression",
-    space={"alpha": STEP, "beta": [0.1, 0.2, 0.5]},
-)
+@register({"alpha": 0.3, "beta": 0.3}, BROADCAST, {"alpha": STEP, "beta": [0.1, 0.2, 0.5]})
 def led(alpha: float = 0.1, beta: float = 0.2) -> Method:
     """LED: exact diffusion with local steps.
 

@@ -10,8 +10,6 @@ One vector per directed edge and round, a different one for each neighbour.
 Sleeping agents: arcs from which nothing came stay as they are, also when messages are lost; exact.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -29,9 +27,9 @@ class State(NamedTuple):
 
 
 @register(
-    check={"gamma": 0.2, "beta": 0.1, "rho": 0.4},
-    survives="sleep links loss delay compression",
-    space={"gamma": STEP, "beta": [0.02, 0.05, 0.1], "rho": [0.1, 0.3, 1.0]},
+    {"gamma": 0.2, "beta": 0.1, "rho": 0.4},
+    "sleep links loss delay compression",
+    {"gamma": STEP, "beta": [0.02, 0.05, 0.1], "rho": [0.1, 0.3, 1.0]},
 )
 def lt_admm(gamma: float = 0.1, beta: float = 0.05, rho: float = 0.3, alpha: float = 0.5) -> Method:
     """LT-ADMM: relaxed ADMM with local gradient steps.

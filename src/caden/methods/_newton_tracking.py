@@ -9,8 +9,6 @@ directed edge, one gradient a round. Sleeping agents: refused; the terms of r th
 would no longer do so, and the limit would be wrong.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -30,7 +28,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-@register(check={"alpha": 0.5, "eps": 0.5}, survives="compression", space={"alpha": PENALTY, "eps": [0.3, 1.0, 3.0]})
+@register({"alpha": 0.5, "eps": 0.5}, "compression", {"alpha": PENALTY, "eps": [0.3, 1.0, 3.0]})
 def newton_tracking(alpha: float = 1.0, eps: float = 1.0) -> Method:
     """Newton tracking, for convex f_i; needs everyone awake.
 

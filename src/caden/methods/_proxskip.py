@@ -9,8 +9,6 @@ One vector per directed edge with probability p, else none; one gradient a round
 stochastic on the awake subgraph, sum y = 0 in every round; exact.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,7 +16,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import CadenError, number, positive
 from caden.methods._first_order import awake, refresh
-from caden.methods._registry import STEP, register
+from caden.methods._registry import BROADCAST, STEP, register
 
 
 class State(NamedTuple):
@@ -28,9 +26,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-@register(
-    check={"alpha": 0.5, "p": 0.5}, survives="sleep links compression", space={"alpha": STEP, "p": [0.2, 0.5, 1.0]}
-)
+@register({"alpha": 0.5, "p": 0.5}, BROADCAST, {"alpha": STEP, "p": [0.2, 0.5, 1.0]})
 def proxskip(alpha: float = 0.3, p: float = 0.5, chi: float = 1.0) -> Method:
     """Decentralised ProxSkip: gradient steps, and an exchange now and then.
 

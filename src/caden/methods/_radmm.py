@@ -14,8 +14,6 @@ Sleeping agents: arcs from which nothing came stay as they are; exact for convex
 loss of messages.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +32,9 @@ class State(NamedTuple):
 
 
 @register(
-    check={"rho": 0.4, "alpha": 0.7, "solver": "exact"},
-    survives="sleep links loss delay compression",
-    space={"rho": PENALTY, "alpha": RELAX},
+    {"rho": 0.4, "alpha": 0.7, "solver": "exact"},
+    "sleep links loss delay compression",
+    {"rho": PENALTY, "alpha": RELAX},
 )
 def radmm(rho: float = 0.1, alpha: float = 0.5, solver: LocalSolver | str | dict[str, Any] = "lbfgs") -> Method:
     """Relaxed ADMM with a variable per arc.

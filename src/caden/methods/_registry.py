@@ -1,7 +1,5 @@
 """The register of methods: what each one's own file says of it beside the algorithm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,6 +7,7 @@ from caden.core import Method
 from caden.errors import choose
 
 CONDITIONS = ("sleep", "links", "loss", "delay", "compression")
+BROADCAST = "sleep links compression"  # what methods survive whose awake neighbours hear the same
 
 # Pieces of search spaces. A range is searched on a logarithmic scale, in units of the curvature L that the warm-up
 # finds; a list is of choices. Every method has one range of three decades and up to three choices beside it.

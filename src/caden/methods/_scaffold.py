@@ -10,8 +10,6 @@ A server method: two vectors up and two down per awake agent.
 Sleeping agents: the server keeps their last control in its mean; exact.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,7 +27,7 @@ class State(NamedTuple):
     server_control: Tensor  # (d,)
 
 
-@register(check={"alpha": 0.3}, survives="sleep", space={"alpha": STEP, "gamma": [0.5, 0.75, 1.0]})
+@register({"alpha": 0.3}, "sleep", {"alpha": STEP, "gamma": [0.5, 0.75, 1.0]})
 def scaffold(alpha: float = 0.3, gamma: float = 1.0) -> Method:
     """SCAFFOLD, through a server.
 

@@ -17,8 +17,6 @@ f_i.
 Sleeping agents: refused; the Newton direction is that of all agents together.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +38,7 @@ class State(NamedTuple):
     memory: Any
 
 
-@register(check={}, survives="loss compression", space={"step_size": {"low": 0.001, "high": 1.0}})
+@register({}, "loss compression", {"step_size": {"low": 0.001, "high": 1.0}})
 def tutunov(
     step_size: float = 1.0, exchanges: int = 40, solver: LocalSolver | str | dict[str, Any] = "newton"
 ) -> Method:

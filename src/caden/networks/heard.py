@@ -1,7 +1,5 @@
 """What a broadcast gives: `core.Heard` where all know the same of an agent, and where each knows what reached it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Which rows and edges a process holds."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Communications are counted here, not by the methods: one d-vector over one direc
 and the initial exchange is free (the paper does not count it either). Nothing is ever of size m x m.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 
@@ -82,28 +80,14 @@ class Network:
         everybody = active.to(problem.device).unsqueeze(1)  # (m, 1)
         edges, sending = self._meet(index, everybody) if self.links or not everyone else self._all_meet
         self.transport.enter(index)
-        operators, degree = (
-            _Operators(self, index, active, everyone, everybody[self.layout.rows], edges, sending),
-            self._degree,
-        )
+        on = _Operators(self, index, active, everyone, everybody[self.layout.rows], edges, sending)
+        degree, awake = self._degree, int(active.sum())
         if absent := self.transport.absent():
             edges, degree = self._without(absent, edges)
+        work = (work * active)[self.layout.hosted].to(problem.device)
+        facts = problem, edges, self.graph, self.may_sleep, curvature
         return Round(
-            index=index,
-            active=operators.awake,
-            awake=int(active.sum()),
-            work=(work * active)[self.layout.hosted].to(problem.device),
-            degree=degree,
-            problem=problem,
-            edges=edges,
-            graph=self.graph,
-            may_sleep=self.may_sleep,
-            curvature=curvature,
-            broadcast=operators.broadcast,
-            exchange=operators.exchange,
-            average=operators.average,
-            maximum=operators.maximum,
-            uniform=operators.uniform,
+            index, on.awake, awake, work, degree, *facts, on.broadcast, on.exchange, on.average, on.maximum, on.uniform
         )
 
     def _without(self, absent: list[int], edges: Edges) -> tuple[Edges, Tensor]:

@@ -1,7 +1,5 @@
 """What carries rows between processes. A network asks for nothing else of the world."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Problems: f_1 ... f_m and their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +8,14 @@ from torch import Tensor, nn
 
 from caden import data as datasets
 from caden.errors import CadenError, whole
-from caden.problems._functions import functions
-from caden.problems._logistic import logistic
-from caden.problems._module import Module, accuracy, classification, mlp
-from caden.problems._quadratic import quadratic, quadratics
-
-__all__ = ["PROBLEMS", "accuracy", "classification", "functions", "logistic", "mlp", "quadratic", "quadratics"]
+from caden.problems._functions import functions as functions
+from caden.problems._logistic import logistic as logistic
+from caden.problems._module import Module
+from caden.problems._module import accuracy as accuracy
+from caden.problems._module import classification as classification
+from caden.problems._module import mlp as mlp
+from caden.problems._quadratic import quadratic as quadratic
+from caden.problems._quadratic import quadratics as quadratics
 
 
 def _classification_by_name(
@@ -47,20 +47,9 @@ def _classification_by_name(
         test = (train[0][-validation:], train[1][-validation:])
         train = (train[0][:-validation], train[1][:-validation])
     train, test = _first("samples", train, samples), _first("test_samples", test, test_samples)
-    return classification(
-        _network(model, train, hidden, seed),
-        train,
-        test,
-        agents,
-        partition,
-        weight=weight,
-        batching=batching,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        hosted=hosted,
-        batch=batch,
-    )
+    common = {"weight": weight, "batching": batching, "seed": seed, "dtype": dtype, "device": device}
+    network = _network(model, train, hidden, seed)
+    return classification(network, train, test, agents, partition, hosted=hosted, batch=batch, **common)  # type: ignore
 
 
 def _network(

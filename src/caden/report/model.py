@@ -1,7 +1,5 @@
 """What a report is made of: sections of text, figures and tables."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

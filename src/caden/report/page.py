@@ -1,7 +1,5 @@
 """The page: one HTML file that works without a network, with its data and plotly.js inside."""
 
-from __future__ import annotations
-
 import json
 from html import escape
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A report of any runs: their directories in, figures and tables out."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence

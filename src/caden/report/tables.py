@@ -1,7 +1,6 @@
 """Tables as files: CSV, LaTeX, Markdown."""
 
-from __future__ import annotations
-
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -24,30 +23,7 @@ def markdown(cells: pd.DataFrame) -> str:
 
 def latex(table: Table) -> str:
     """A table in LaTeX, for the booktabs package."""
-
-    def row(cells: list[str]) -> str:
-        return " & ".join(_escape(str(cell)) for cell in cells) + r" \\"
-
-    body = [row(r) for r in table.cells.astype(str).to_numpy().tolist()]
-    lines = [
-        r"\begin{table}",
-        r"\centering",
-        rf"\caption{{{_escape(table.title)}}}",
-        rf"\begin{{tabular}}{{l{'r' * (len(table.cells.columns) - 1)}}}",
-        r"\toprule",
-        row(list(table.cells.columns)),
-        r"\midrule",
-        *body,
-        r"\bottomrule",
-        r"\end{tabular}",
-        r"\end{table}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-_LATEX = {c: f"\\{c}" for c in "&%$#_{}"}
-_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-
-
-def _escape(text: str) -> str:
-    return "".join(_LATEX.get(c, c) for c in text)
+    title = re.sub(r"([&%$#_{}])", r"\\\1", table.title)
+    columns = "l" + "r" * (len(table.cells.columns) - 1)
+    text: str = table.cells.astype(str).to_latex(index=False, escape=True, caption=title, column_format=columns)
+    return text

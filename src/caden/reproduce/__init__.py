@@ -1,6 +1,10 @@
 """The paper's experiments as one command, and more: a plan of runs, and the page about them."""
 
-from caden.reproduce._page import PARTS, build, estimate
-from caden.reproduce._plan import FULL, PUBLISHED, QUICK, Plan, Scale
-
-__all__ = ["FULL", "PARTS", "PUBLISHED", "QUICK", "Plan", "Scale", "build", "estimate"]
+from caden.reproduce._page import PARTS as PARTS
+from caden.reproduce._page import build as build
+from caden.reproduce._page import estimate as estimate
+from caden.reproduce._plan import FULL as FULL
+from caden.reproduce._plan import PUBLISHED as PUBLISHED
+from caden.reproduce._plan import QUICK as QUICK
+from caden.reproduce._plan import Plan as Plan
+from caden.reproduce._plan import Scale as Scale

@@ -1,7 +1,5 @@
 """What the reproduction found, as sections of a report."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -17,8 +17,6 @@ have one free number, c, and were fixed before anything was run with them:
     -Red     5 local steps in the first 100 rounds, then 1
 """
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any, NamedTuple

@@ -1,21 +1,17 @@
 """Local solvers: what an agent does with its subproblem between two broadcasts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 from caden.core import LocalSolver
 from caden.errors import CadenError
 from caden.registry import make
-from caden.solvers._adam import adam
-from caden.solvers._agd import agd
-from caden.solvers._exact import exact
-from caden.solvers._gd import gd
-from caden.solvers._lbfgs import lbfgs
-from caden.solvers._newton import newton
-
-__all__ = ["SOLVERS", "adam", "agd", "exact", "from_spec", "gd", "lbfgs", "newton"]
+from caden.solvers._adam import adam as adam
+from caden.solvers._agd import agd as agd
+from caden.solvers._exact import exact as exact
+from caden.solvers._gd import gd as gd
+from caden.solvers._lbfgs import lbfgs as lbfgs
+from caden.solvers._newton import newton as newton
 
 SOLVERS: dict[str, Callable[..., LocalSolver]] = {
     "adam": adam,

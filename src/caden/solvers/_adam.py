@@ -1,7 +1,5 @@
 """Adam on the subproblems (Kingma and Ba, ICLR 2015), started afresh in every round as DiNNO does."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 """Accelerated gradient descent on the subproblems: Beck and Teboulle, "A fast iterative shrinkage-thresholding
 algorithm for linear inverse problems", SIAM J. Imaging Sci. 2(1), 2009."""
 
-from __future__ import annotations
-
 from math import sqrt
 
 import torch

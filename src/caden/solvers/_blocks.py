@@ -1,8 +1,6 @@
 """A local solve holds a dozen vectors per agent for a while. Many agents, or large models, are therefore solved in
 blocks: the memory for those vectors is that of a block, and a block's stay in the cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

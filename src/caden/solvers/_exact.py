@@ -1,7 +1,5 @@
 """Exact local solves for quadratics: the reference that the other solvers and the edge form are tested against."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

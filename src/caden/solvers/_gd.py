@@ -1,7 +1,5 @@
 """Gradient descent on the subproblems: CADEN-GD's local solver."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from caden._tensor.rows import index, pick

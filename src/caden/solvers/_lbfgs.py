@@ -14,8 +14,6 @@ The Hessian of a subproblem is that of f_i plus rho_i I. Stored are s and the ch
 when a pair is used, in coefficients. So the memory stays valid when phi, the anchors or rho change between rounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -185,6 +183,61 @@ def _solve(matrices: np.ndarray, vectors: np.ndarray) -> np.ndarray:
         return np.full_like(vectors, np.nan)
 
 
+class _Walk:
+    """The iterations of one solve: a direction for every agent, and a search along it."""
+
+    def __init__(self, now: Iterate, pairs: Pairs, eps: float, backtrack: bool):
+        self.now, self.pairs, self.eps, self.backtrack = now, pairs, eps, backtrack
+        self.everyone = torch.arange(len(now.x), device=now.x.device)
+        self.rejected, self.fallbacks, self.stalled = 0, 0, set[int]()
+
+    def descent(self, rows: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The quasi-Newton step p, and (k',) the derivative along it; a gradient step where that does not descend."""
+        shift = pick(self.now.rho, rows) + self.eps
+        scale = 1 / shift if self.eps > 0 else self.now.safe_scale(rows, g)
+        p = direction(self.pairs, rows, g, shift, scale)
+        slope = dot(g, p)
+        lost = ~(slope < 0)
+        if bool(lost.any()):  # not a descent direction, or not a number
+            self.fallbacks += int(lost.sum())
+            p = torch.where(lost.unsqueeze(1), -scale * g, p)
+            slope = torch.where(lost, dot(g, p), slope)
+            self.pairs.stored[pick(self.everyone, rows)[lost].cpu()] = 0
+        return p, slope
+
+    def search(self, rows: Tensor | None, g: Tensor, p: Tensor, slope: Tensor) -> None:
+        """Try the step, then a shorter one, then a safe gradient step; go where the subproblem falls."""
+        now, at = self.now, pick(self.everyone, rows)
+        worst = torch.zeros_like(slope)  # curvature met by rejected trials
+        for trial in range(_TRIALS):
+            seen = now.look(rows, p)
+            slack = 10 * torch.finfo(p.dtype).eps * (seen.value.abs() + pick(now.value, rows).abs())
+            bound = (slack if trial == 2 else _ARMIJO * slope + slack) if self.backtrack else torch.inf
+            good = seen.change.isfinite() & (seen.change <= bound)
+            if bool(good.all()):
+                _store(self.pairs, now, rows, p, seen)
+                now.move(rows, seen, p)
+                return
+            _store(self.pairs, now, at[good], p[good], seen.keep(good))
+            now.move(at[good], seen.keep(good), p[good])
+            rows = at = at[~good]
+            worst = torch.maximum(worst, seen.curvature)[~good]
+            if trial == _TRIALS - 1:
+                self.stalled.update(at.tolist())
+                now.curvature[at] = 10 * torch.maximum(worst, now.curvature[at] + now.rho[at].squeeze(1))
+                return
+            self.rejected += len(at)
+            g, p, slope, change = g[~good], p[~good], slope[~good], seen.change[~good]
+            if trial == 0:
+                shorter = (-slope / (2 * (change - slope))).nan_to_num(0.1).clamp(0.1, 0.5)
+                p, slope = p * shorter.unsqueeze(1), slope * shorter
+            else:
+                self.fallbacks += len(at)
+                self.pairs.stored[at.cpu()] = 0
+                known = now.rho[at] + torch.maximum(worst, now.curvature[at]).unsqueeze(1)
+                p = -torch.minimum(1 / known, (0.1 * norm(p) / norm(g)).unsqueeze(1)) * g
+
+
 def lbfgs(
     memory: int = 10, line_search: str = "backtrack", carry: bool = True, eps: float = 0.0, storage: str = "full"
 ) -> LocalSolver:
@@ -218,62 +271,21 @@ def lbfgs(
         return LBFGSMemory(*start(problem, x, curvature), *no_pairs(x, memory if carry else 0, kept))
 
     def solve(objective: Objective, x: Tensor, work: Tensor, state: LBFGSMemory) -> Solved:
-        now = Iterate(objective, x, Memory(*state[:3]), work)
-        steps = int(work.max())
+        now, steps = Iterate(objective, x, Memory(*state[:3]), work), int(work.max())
         pairs = Pairs(*state[3:]) if carry else no_pairs(x, min(memory, max(steps - 1, 0)), kept)
-        rejected = fallbacks = 0
-        stalled: set[int] = set()
-        everyone, common = torch.arange(len(x), device=x.device), int(work.min())
+        walk, common = _Walk(now, pairs, eps, line_search == "backtrack"), int(work.min())
         for iteration in range(steps):
             g = now.full_gradient(None)
             live = norm(g) != 0 if iteration < common else (work > iteration) & (norm(g) != 0)
-            rows = index(live)  # None: all of them
-            at = everyone if rows is None else rows
-            if len(at) == 0:
+            if not bool(live.any()):
                 break
+            rows = index(live)  # None: all of them
             g = pick(g, rows)
-            shift = pick(now.rho, rows) + eps
-            scale = 1 / shift if eps > 0 else now.safe_scale(rows, g)
-            p = direction(pairs, rows, g, shift, scale)
-            slope = dot(g, p)  # (k',) derivative of h along p
-            lost = ~(slope < 0)
-            if bool(lost.any()):  # not a descent direction, or not a number
-                fallbacks += int(lost.sum())
-                p = torch.where(lost.unsqueeze(1), -scale * g, p)
-                slope = torch.where(lost, dot(g, p), slope)
-                pairs.stored[at[lost].cpu()] = 0
-
-            worst = torch.zeros_like(slope)  # curvature met by rejected trials
-            for trial in range(_TRIALS):
-                seen = now.look(rows, p)
-                slack = 10 * torch.finfo(x.dtype).eps * (seen.value.abs() + pick(now.value, rows).abs())
-                bound = torch.inf if line_search == "none" else (slack if trial == 2 else _ARMIJO * slope + slack)
-                good = seen.change.isfinite() & (seen.change <= bound)
-                if bool(good.all()):
-                    _store(pairs, now, rows, p, seen)
-                    now.move(rows, seen, p)
-                    break
-                _store(pairs, now, at[good], p[good], seen.keep(good))
-                now.move(at[good], seen.keep(good), p[good])
-                rows = at = at[~good]
-                worst = torch.maximum(worst, seen.curvature)[~good]
-                if trial == _TRIALS - 1:
-                    stalled.update(at.tolist())
-                    now.curvature[at] = 10 * torch.maximum(worst, now.curvature[at] + now.rho[at].squeeze(1))
-                    break
-                rejected += len(at)
-                g, p, slope, change = g[~good], p[~good], slope[~good], seen.change[~good]
-                if trial == 0:
-                    shorter = (-slope / (2 * (change - slope))).nan_to_num(0.1).clamp(0.1, 0.5)
-                    p, slope = p * shorter.unsqueeze(1), slope * shorter
-                else:
-                    fallbacks += len(at)
-                    pairs.stored[at.cpu()] = 0
-                    known = now.rho[at] + torch.maximum(worst, now.curvature[at]).unsqueeze(1)
-                    p = -torch.minimum(1 / known, (0.1 * norm(p) / norm(g)).unsqueeze(1)) * g
+            walk.search(rows, g, *walk.descent(rows, g))
+        stalled = sorted(walk.stalled)
         if stalled:  # the caution learnt there belongs to this solve
-            now.curvature[list(stalled)] = state.curvature[list(stalled)]
-        info = Info(now.value, now.gradient, rejected, fallbacks, tuple(sorted(stalled)))
+            now.curvature[stalled] = state.curvature[stalled]
+        info = Info(now.value, now.gradient, walk.rejected, walk.fallbacks, tuple(stalled))
         carried = pairs if carry else no_pairs(x, 0, kept)
         return Solved(now.x, LBFGSMemory(now.value, now.gradient, now.curvature, *carried), info)
 

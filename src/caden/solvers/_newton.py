@@ -1,7 +1,5 @@
 """Newton steps by conjugate gradients on Hessian-vector products, for all agents at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

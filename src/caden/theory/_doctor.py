@@ -1,7 +1,5 @@
 """Looking at parameters before a run: what must diverge is refused, what is risky is said."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from caden.core import Problem, Verdict

@@ -1,7 +1,5 @@
 """How fast local solvers converge."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

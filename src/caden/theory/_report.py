@@ -1,7 +1,5 @@
 """Everything the theory says about one experiment, as plain data; `caden theory` prints it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -15,8 +15,6 @@ which for a = 1/2 are  2H + 4 mu_z D - (mu_z + mu_y/2) Lap > 0  and  2H + mu_z L
 stable. M_minus with a negative eigenvalue: unstable, since a real root has passed -1. docs/theory.md has the proof.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

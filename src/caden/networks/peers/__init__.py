@@ -1,6 +1,6 @@
 """Peers: one agent on one machine, links along the graph's edges, no server. Needs the extra `caden-opt[peers]`."""
 
-from caden.networks.peers.fleet import Fleet, certify
-from caden.networks.peers.transports import Free, Lockstep
-
-__all__ = ["Fleet", "Free", "Lockstep", "certify"]
+from caden.networks.peers.fleet import Fleet as Fleet
+from caden.networks.peers.fleet import certify as certify
+from caden.networks.peers.transports import Free as Free
+from caden.networks.peers.transports import Lockstep as Lockstep

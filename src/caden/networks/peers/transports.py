@@ -5,8 +5,6 @@ exchange asks for. Running free it takes the newest that has come and never wait
 version t what the sender's step t said.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Protocol
 
