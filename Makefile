@@ -4,7 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test test-all lint bench clean
+# Tests of numbers must hold on other processors, with other threads and with other random numbers.
+NUMERICAL := $(foreach name,methods caden conformance lbfgs solvers theory problems messages network run schedules graphs,tests/test_$(name).py)
+VARIANTS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Haswell \
+	OPENBLAS_CORETYPE=Nehalem CADEN_TEST_THREADS=2 CADEN_TEST_THREADS=4 CADEN_TEST_SEED=1 CADEN_TEST_SEED=2
+
+.PHONY: run test test-all test-portable lint bench clean
 
 run: $(VENV)/installed
 	$(BIN)/caden run
@@ -14,6 +19,11 @@ test: $(VENV)/installed-test
 
 test-all: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m ""
+
+test-portable: $(VENV)/installed-test
+	@for variant in $(VARIANTS); do \
+		echo "== $$variant"; env $$variant $(BIN)/python -m pytest -n 2 --dist loadgroup $(NUMERICAL) || exit 1; \
+	done
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # the suite runs on several workers, and they start processes
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the suite runs on several workers, and they start processes
 
 import numpy as np
 import pytest
@@ -10,7 +10,25 @@ import torch
 
 import caden
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("CADEN_TEST_THREADS", "1")))
+SHIFT = int(os.environ.get("CADEN_TEST_SEED", "0"))  # every test must hold for other random numbers, too
+
+
+def shift_seeds(shift):
+    """Let every generator that a test or the library makes start from another seed."""
+    numpy_rng, torch_seed = np.random.default_rng, torch.manual_seed
+
+    class Generator(torch.Generator):
+        def manual_seed(self, seed):
+            return super().manual_seed(seed + shift)
+
+    np.random.default_rng = lambda seed=None: numpy_rng(seed + shift if isinstance(seed, int) else seed)
+    torch.manual_seed = lambda seed: torch_seed(seed + shift)
+    torch.Generator = Generator
+
+
+if SHIFT:
+    shift_seeds(SHIFT)
 
 
 LONG = ("test_peers", "test_report", "test_cluster", "test_newcomer", "test_cli", "test_plan")

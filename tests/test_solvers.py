@@ -92,10 +92,15 @@ def test_budgets_and_counting(subproblem, solver):
 
 
 def test_smoothness_finds_the_largest_curvature(quadratic):
-    true = torch.linalg.eigvalsh(quadratic.hessian)[:, -1]
-    found = caden.theory.smoothness(quadratic, torch.zeros(20, 5, dtype=F64), steps=30)
-    assert (found <= true * (1 + 1e-6)).all()
-    assert (found > 0.95 * true).all()
+    """|A^n u| >= L^n c for a unit u with a part c along the top eigenvector: one of n steps stretches by L c^(1/n)."""
+    values, vectors = torch.linalg.eigh(quadratic.hessian)
+    true, start = values[:, -1], torch.zeros(20, 5, dtype=F64)
+    gradient = quadratic.value_and_grad(start)[1]
+    part = (vectors[:, :, -1] * gradient).sum(1).abs() / gradient.norm(dim=1)
+    for steps in (1, 4, 30):
+        found = caden.theory.smoothness(quadratic, start, steps=steps)
+        assert (found <= true * (1 + 1e-6)).all()
+        assert (found >= true * part ** (1 / steps) * (1 - 1e-6)).all()
 
 
 def test_solvers_by_name():

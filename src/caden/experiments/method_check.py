@@ -21,6 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a fifth awake": {"participation": 0.2},
     "half the links": {"links": 0.5},
     "20 % lost": {"messages": {"loss": 0.2}},
+    "2 rounds late": {"messages": {"delay": 2}},
     "half the entries": {"messages": {"top": 0.5}},
 }
 EXACT = 1e-6

@@ -1,4 +1,5 @@
-"""ADMM with all its edge variables: eq. (5) of the CADEN paper as it stands, before any of them is eliminated.
+"""ADMM with all its edge variables: eq. (5) of the CADEN paper (Yi, Zeng and Freris, arXiv:2504.04073, 2025) as it
+stands, before any of them is eliminated.
 
     x_i      = argmin f_i(v) + sum_j ( y_ij,i.(v - z_ij) + mu_z/2 |v - z_ij|^2 )
     z_ij     = ( x_i + x_j + (y_ij,i + y_ij,j)/mu_z ) / 2

@@ -75,6 +75,8 @@ def caden(
         unsafe: run also what must diverge (see `theory.examine`).
         solver: local solver, as an object, a name or a table.
 
+    Reference: Yi, Zeng and Freris, arXiv:2504.04073, 2025.
+
     >>> import caden
     >>> problem = caden.problems.quadratic(agents=5, dim=3, seed=0)
     >>> result = caden.simulate(caden.methods.caden(mu_z=1.0), problem, caden.graphs.ring(5), rounds=300)
