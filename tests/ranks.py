@@ -33,7 +33,25 @@ def results(transport=None):
             last = result.rows[-1]
             said = [last["communications"], last["bytes"], last["gradients"], repr(last["relative_error"])]
             found[f"{name}/{awake}"] = [hashlib.sha1(result.x.numpy().tobytes()).hexdigest(), *said]
-    return found | named_problems(transport)
+    return found | named_problems(transport) | faulty_networks(transport)
+
+
+def faulty_networks(transport=None):
+    """Messages that are lost, late or compressed, and links that are down, with half of the agents asleep."""
+    problem, graph = caden.problems.quadratic(agents=9, dim=6, seed=0), caden.graphs.erdos_renyi(9, 0.4, seed=1)
+    found = {}
+    for name, faults in {
+        "loss": {"messages": {"loss": 0.3}},
+        "delay": {"messages": {"delay": 2, "loss": 0.1}},
+        "top": {"messages": {"top": 0.5}},
+        "links": {"links": 0.5},
+    }.items():
+        for kind in ("radmm", "gt", "caden") if name in ("top", "links") else ("radmm", "gt"):
+            options = {"participation": 0.5, "deterministic": True, "transport": transport, **faults}
+            result = caden.simulate(METHODS[kind](), problem, graph, 20, **options)
+            digest = hashlib.sha1(result.x.numpy().tobytes()).hexdigest()
+            found[f"{kind}, {name}"] = [digest, result.rows[-1]["bytes"], repr(result.rows[-1]["relative_error"])]
+    return found
 
 
 def named_problems(transport=None):

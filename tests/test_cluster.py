@@ -135,7 +135,7 @@ def test_the_command_with_processes_refuses_in_one_line(tmp_path):
     two = tmp_path
     refused = caden("run", "--out", str(two), "--processes", "2")
     assert refused.returncode == 2 and refused.stderr.count("exists already") == 1
-    wrong = caden("run", "--processes", "2", "--set", "messages.loss=0.2")
+    wrong = caden("run", "--processes", "2", "--set", "messages.loss=2")
     assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1
 
 

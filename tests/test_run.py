@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
 import signal
+import sys
 
 import numpy as np
 import pandas as pd
@@ -352,3 +355,49 @@ def test_progress_bar_shows_and_ends(small, capsys):
     assert "loss" in capsys.readouterr().err
     caden.simulate(caden.methods.caden(mu_z=1.0), *small, rounds=3)
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_leaves_the_process_as_it_was(small, tmp_path, monkeypatch):
+    """What a notebook would notice: threads, kernels, signals, the path, the environment, matplotlib's backend."""
+    matplotlib = pytest.importorskip("matplotlib")
+
+    def process():
+        backend = dict.__getitem__(matplotlib.rcParams, "backend")  # without choosing one
+        torch_state = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+        environment = {name: value for name, value in os.environ.items() if "INDUCTOR" not in name}  # torch's own
+        return torch_state, signal.getsignal(signal.SIGINT), list(sys.path), environment, str(backend)
+
+    monkeypatch.setenv("WORLD_SIZE", "4")  # a launcher's, which is none of our business
+    monkeypatch.setenv("RANK", "2")
+    before = process()
+    result = caden.simulate(
+        caden.methods.caden(mu_z=1.0), *small, rounds=3, directory=tmp_path / "run", deterministic=True
+    )
+    assert len(result.x) == 6 and (tmp_path / "run" / "curves.png").exists()
+    assert process() == before
+
+
+def test_options_are_keywords_of_their_groups_and_listed_by_help(small):
+    names = set(inspect.signature(caden.simulate).parameters)
+    for group in (caden.Conditions, caden.Stopping, caden.Keeping):
+        assert {field.name for field in dataclasses.fields(group)} <= names
+        assert inspect.getdoc(group)
+    with pytest.raises(CadenError, match="did you mean 'participation'"):
+        caden.simulate(caden.methods.gt(), *small, particpation=0.5)
+
+
+def test_problems_of_any_class_are_completed(small):
+    class Plain:
+        agents, dim, dtype, device = 6, 2, torch.float64, torch.device("cpu")
+
+        def value_and_grad(self, x, rows=None):
+            return (x**2).sum(1) / 2, x - 1
+
+    result = caden.simulate(caden.methods.gt(0.3), Plain(), small[1], rounds=200)
+    torch.testing.assert_close(result.mean, torch.ones(2, dtype=torch.float64), atol=1e-6, rtol=0)
+    with pytest.raises(CadenError, match=r"nn\.Module"):
+        result.module()
+    with pytest.raises(CadenError, match="Hessian"):
+        caden.simulate(caden.methods.esom(), Plain(), small[1], rounds=1)
+    with pytest.raises(CadenError, match="no `agents`"):
+        caden.simulate(caden.methods.gt(), object(), small[1], rounds=1)
