@@ -148,7 +148,7 @@ class Ranks(Transport):
     """The transport between the processes of a job."""
 
     def __init__(self, rank: int, world: int):
-        self.rank, self.world, self.wire_bytes = rank, world, 0
+        self.rank, self.world = rank, world
         self._plan: list[list[int]] = []
 
     def hosts(self, graph: Graph) -> list[int] | None:
@@ -157,7 +157,7 @@ class Ranks(Transport):
         return self._plan[self.rank]
 
     def connect(self, layout: Layout) -> None:
-        self._layout = layout
+        self._layout, self.wire_bytes = layout, 0
         home = torch.empty(layout.graph.agents, dtype=torch.int64)
         for part, members in enumerate(self._plan):
             home[members] = part
