@@ -58,9 +58,9 @@ def cases(mnist: bool) -> Iterator[Case]:
     yield Case("logistic, odd digits, Dirichlet 0.3", odd_digits({"name": "dirichlet", "alpha": 0.3}), er)
     make = problems.PROBLEMS["classification"]
     for title, partition, target in (("iid", "iid", 0.93), ("2 classes each", "shards", 0.9)):
-        yield Case(f"digits network, {title}", make(partition=partition, batching="vmap"), er, target, 100)
+        yield Case(f"digits network, {title}", make(partition=partition, execution="vmap"), er, target, 100)
     skew = {"name": "dirichlet", "alpha": 0.3}
-    yield Case("digits network, Dirichlet 0.3", make(partition=skew, batching="vmap"), er, 0.93, 100)
+    yield Case("digits network, Dirichlet 0.3", make(partition=skew, execution="vmap"), er, 0.93, 100)
     for name, target in (("mnist", 0.93), ("fashion_mnist", 0.83)) if mnist else ():
         yield Case(f"{name}, iid", make(data=name), er, target, 15)
         yield Case(f"{name}, Dirichlet 0.3", make(data=name, partition=skew), er, target, 30)

@@ -15,7 +15,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
     rounds = parser.parse_args().rounds
-    base = experiment(settings=["problem.data=mnist", "problem.batching=loop"])
+    base = experiment(settings=["problem.data=mnist", "problem.execution=loop"])
     _, problem, graph = base.build()
     print("mu_z  relax  steps            carry  to 93%  final acc  mean loss  V        gradients  s/round")
     red = caden.schedules.switch(5, 1, at=10)

@@ -15,7 +15,7 @@ from itertools import pairwise
 def seconds_per_round(rounds: int, processes: int, settings: list[str]) -> float:
     """Median over the rounds after the first two, without metrics."""
     command = [sys.executable, "-m", "caden", "run", "--json", "--out", f"runs/bench-{os.getpid()}-{processes}"]
-    for setting in (f"rounds={rounds}", "problem.batching=loop", *settings):
+    for setting in (f"rounds={rounds}", "problem.execution=loop", *settings):
         command += ["--set", setting]
     if processes > 1:
         command += ["--processes", str(processes)]

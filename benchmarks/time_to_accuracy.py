@@ -29,15 +29,15 @@ OTHERS = {
     "ADAPD, tuned, 8 local steps": [*RIVALS["ADAPD, tuned"], "local_steps=8"],
     "ADAPD, tuned, 12 local steps": [*RIVALS["ADAPD, tuned"], "local_steps=12"],
     "CADEN, no training before": ["warmup.steps=0"],
-    "CADEN, batches of 500": ["problem.batch=500", "rounds=60"],
-    "CADEN, batches of 1000": ["problem.batch=1000", "rounds=60"],
+    "CADEN, batches of 500": ["problem.batch_size=500", "rounds=60"],
+    "CADEN, batches of 1000": ["problem.batch_size=1000", "rounds=60"],
 }
 VECTOR = 101_632 * 4  # bytes
 
 
 def once(settings: list[str]) -> dict[str, Any]:
     began = time.perf_counter()
-    common = ["problem.data=mnist", "problem.batching=loop", "rounds=100", "target=0.93", "stop_at_target=true"]
+    common = ["problem.data=mnist", "problem.execution=loop", "rounds=100", "target=0.93", "stop_at_target=true"]
     config = experiment(settings=[*common, *settings])
     _, problem, graph = config.build()
     if config.warmup["steps"]:  # once for the clock: a run counts the seconds of its rounds only

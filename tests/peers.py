@@ -9,7 +9,7 @@ import tomli_w
 
 from caden.errors import RunError
 from caden.experiments.config import experiment
-from caden.experiments.peer import take_part
+from caden.experiments.peer import run_peer
 from caden.networks.peers.fleet import free_ports
 
 QUADRATIC = {"name": "quadratic", "agents": 6, "dim": 4, "seed": 3}
@@ -41,7 +41,7 @@ def as_threads(config, out, agents=None, stops=None):
     def one(agent):
         try:
             own = config.model_copy(deep=True)
-            found[agent] = take_part(own, agent, out / f"agent-{agent}", (stops or {}).get(agent))
+            found[agent] = run_peer(own, agent, out / f"agent-{agent}", (stops or {}).get(agent))
         except Exception as error:  # the test looks at it
             found[agent] = error
 
@@ -65,7 +65,7 @@ def until(condition, seconds=10):
 
 def _process(config, agent, out):
     with suppress(RunError):
-        take_part(config, agent, out / f"agent-{agent}")
+        run_peer(config, agent, out / f"agent-{agent}")
 
 
 def as_process(config, agent, out):

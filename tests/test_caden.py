@@ -39,7 +39,7 @@ def setting(quadratic, graph):
 
 def solvers_of(problem):
     A, b = problem.hessian.numpy(), problem.linear.numpy()
-    return [(exact(), exact_solver(A, b)), (gd(step=0.4), gd_solver(A, b, 3, 0.4))]
+    return [(exact(), exact_solver(A, b)), (gd(step_size=0.4), gd_solver(A, b, 3, 0.4))]
 
 
 @pytest.mark.filterwarnings("ignore:.*stationary point")
@@ -136,7 +136,7 @@ def test_the_papers_dual_does_not(quadratic, graph):
 def test_sleepers_do_not_move_and_relabelling_permutes(setting, p):
     problem, graph, x0, _ = setting
     awake = masks(20, 15, p)
-    method = caden.methods.caden(mu_z=0.3, solver=gd(step=0.4))
+    method = caden.methods.caden(mu_z=0.3, solver=gd(step_size=0.4))
     _, seen = run(method, problem, graph, awake, x0)
     before = x0
     for mask, (x, _) in zip(awake, seen, strict=True):

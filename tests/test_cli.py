@@ -78,7 +78,7 @@ def test_json_is_one_object(call):
     assert found["history"][0]["round"] == 0
     assert {"accuracy", "best_accuracy", "rounds_to_target", "communications_to_target"} <= set(found["summary"])
     assert found["config"]["participation"] == 0.8
-    assert found["config"]["problem"]["batching"] in ("loop", "vmap")
+    assert found["config"]["problem"]["execution"] in ("loop", "vmap")
     assert Path(found["directory"], "config.toml").is_file()
 
 

@@ -63,7 +63,7 @@ def test_a_part_of_the_network_has_the_rows_of_the_whole():
         def hosts(self, graph):
             return hosted
 
-        def share(self, mine, active):
+        def share_rows(self, mine, active):
             return rows[self._layout.rows]
 
     part = Network(graph, problem.take(hosted), draw, True, transport=Part())

@@ -33,7 +33,7 @@ def setting():
 
 
 def method(name):
-    return METHODS[name](**CARDS[name].check)
+    return METHODS[name](**CARDS[name].unit_parameters)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -100,7 +100,7 @@ def test_relabelling_agents_permutes_the_models(setting, name):
 @pytest.mark.parametrize("name", [name for name, card in CARDS.items() if card.space])
 def test_points_of_its_search_space_are_parameters_that_it_takes(name):
     for point in points(space_of(name), 6, curvature=1.0):
-        METHODS[name](**{**CARDS[name].check, **point})
+        METHODS[name](**{**CARDS[name].unit_parameters, **point})
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_the_size_is_known_without_building(settings, by_file, tmp_path, monkeyp
 )
 def test_what_is_wrong_with_a_file_is_said_as_without_a_forecast(setting, message):
     with pytest.raises(CadenError, match=message):
-        forecast.check(experiment(None, [setting]))
+        forecast.refuse_if_too_large(experiment(None, [setting]))
 
 
 @pytest.mark.parametrize("setting", ["participation=2.0", "local_steps=-1", "graph.edges=999"])
@@ -130,13 +130,13 @@ def test_what_is_too_large_is_refused_before_anything_of_its_size_is_made(settin
     monkeypatch.setattr(forecast, "vectors", lambda *_: 20.0)
     monkeypatch.setattr(Experiment, "build", lambda *_: pytest.fail("was built"))
     with pytest.raises(CadenError, match=r"needs about [\d.]+ GiB of memory"):
-        forecast.check(experiment(None, settings))
+        forecast.refuse_if_too_large(experiment(None, settings))
 
 
 def test_what_is_small_is_neither_built_nor_looked_at(monkeypatch):
     monkeypatch.setattr(Experiment, "build", lambda *_: pytest.fail("was built"))
     monkeypatch.setattr(forecast, "vectors", lambda *_: pytest.fail("was looked at"))
-    assert forecast.check(experiment()) is None
+    assert forecast.refuse_if_too_large(experiment()) is None
 
 
 def test_a_method_that_diverges_on_the_miniature_is_counted_all_the_same(monkeypatch):
@@ -151,14 +151,14 @@ def test_a_run_in_doubt_is_built_once(monkeypatch):
     monkeypatch.setattr(forecast, "_available", lambda: 100_000)
     monkeypatch.setattr(forecast, "vectors", lambda *_: 1.0)
     monkeypatch.setattr(forecast, "largest", lambda: 0)
-    problem, graph = forecast.check(config)
+    problem, graph = forecast.refuse_if_too_large(config)
     assert config.run(built=(problem, graph), progress=False).summary()["round"] == 1
-    assert forecast.check(config, (problem, graph)) == (problem, graph)
+    assert forecast.refuse_if_too_large(config, (problem, graph)) == (problem, graph)
     monkeypatch.setattr(forecast, "vectors", lambda *_: 100.0)
     with pytest.raises(CadenError, match="GiB"):
-        forecast.check(config, (problem, graph))
+        forecast.refuse_if_too_large(config, (problem, graph))
     monkeypatch.setattr(sys, "platform", "darwin")  # where nothing is known of memory
-    assert forecast.check(config, (problem, graph)) == (problem, graph)
+    assert forecast.refuse_if_too_large(config, (problem, graph)) == (problem, graph)
 
 
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 
 import caden
 from caden.core import Objective
-from caden.engine.run import Counted
+from caden.engine.run import CountingProblem
 from caden.solvers import lbfgs
 from caden.solvers._lbfgs import direction, no_pairs
 from conftest import distance
@@ -218,7 +218,7 @@ def test_a_local_step_costs_one_gradient(graph, participation, carry):
 def test_rejected_trials_are_at_most_two_per_step_and_descent_is_kept():
     """A function whose curvature explodes away from the start: long steps must be taken back."""
     f = lambda x: (x**4).sum() * 1e3 + x.sum()  # noqa: E731
-    problem = Counted(caden.problems.functions([f], dim=3))
+    problem = CountingProblem(caden.problems.functions([f], dim=3))
     x = torch.full((1, 3), 0.01, dtype=F64)
     before = float(problem.value_and_grad(x)[0])
     problem.gradients = 0
@@ -310,9 +310,9 @@ def test_a_stall_does_not_make_later_rounds_timid():
     "problem",
     [
         caden.problems.quadratic(agents=20, dim=5, seed=3),
-        caden.problems.logistic(agents=20, dim=5, batching="loop"),
+        caden.problems.logistic(agents=20, dim=5, execution="loop"),
         caden.problems.classification(
-            caden.problems.mlp(6, 3, 4), (torch.randn(400, 6), torch.arange(400) % 3), agents=20, batching="loop"
+            caden.problems.mlp(6, 3, 4), (torch.randn(400, 6), torch.arange(400) % 3), agents=20, execution="loop"
         ),
     ],
     ids=["quadratic", "logistic", "network"],

@@ -88,7 +88,7 @@ def cases(problem, edges):
         "diging": (methods.diging(0.2), lambda x, m: oracles.gradient_tracking(x, edges, grad, 0.2, "non_atc", m)),
         "adapd exact": (methods.adapd(2.0, solver=exact()), lambda x, m: oracles.adapd(x, edges, solve, grad, 2.0, m)),
         "adapd gd": (
-            methods.adapd(2.0, solver=gd(step=0.2)),
+            methods.adapd(2.0, solver=gd(step_size=0.2)),
             lambda x, m: oracles.adapd(x, edges, inner, grad, 2.0, m),
         ),
         "adapd og": (methods.adapd(0.5, "og"), lambda x, m: oracles.adapd(x, edges, solve, grad, 0.5, m, "og")),
@@ -119,14 +119,14 @@ def cases(problem, edges):
             lambda x, m: oracles.lt_admm(x, edges, grad, 0.1, 0.05, 0.8, 0.5, STEPS, m),
         ),
         "dinno": (
-            methods.dinno(0.2, 1.01, solver=gd(step=0.2)),
+            methods.dinno(0.2, 1.01, solver=gd(step_size=0.2)),
             lambda x, m: oracles.dinno(x, edges, inner, 0.2, 1.01, m),
         ),
         "fedavg": (methods.fedavg(0.2), lambda x, m: oracles.fedavg(x, grad, 0.2, STEPS, m)),
         "scaffold": (methods.scaffold(0.2, 0.9), lambda x, m: oracles.scaffold(x, grad, 0.2, 0.9, STEPS, m)),
         "fedadmm": (methods.fedadmm(0.5, solver=exact()), lambda x, m: oracles.fedadmm(x, solve, 0.5, m)),
         "caden_gd": (
-            methods.caden_gd(0.3, step=0.2),
+            methods.caden_gd(0.3, step_size=0.2),
             lambda x, m: [v for v, _ in half(x, edges, inner, 0.3, 0.3, 0.5, m)],
         ),
         "dlm": (methods.dlm(0.2, 1.0), lambda x, m: [v for v, _ in half(x, edges, linearised(1.0), 0.4, 0.4, 0.5, m)]),
@@ -138,7 +138,7 @@ def cases(problem, edges):
         "esom 2": (methods.esom(0.5, 2, 0.4), lambda x, m: oracles.splitting(x, edges, A, b, m, 0.5, 2, 0.4)),
         "network_newton": (methods.network_newton(0.2, 1), lambda x, m: oracles.splitting(x, edges, A, b, m, 0.2, 1)),
         "adapd agd": (
-            methods.adapd(2.0, solver=agd(step=0.2)),
+            methods.adapd(2.0, solver=agd(step_size=0.2)),
             lambda x, m: oracles.adapd(x, edges, oracles.fista(A, b, STEPS, 0.2), grad, 2.0, m),
         ),
         "druid lbfgs": (
@@ -289,8 +289,8 @@ def test_caden_gd_is_dinno_with_gradient_descent(setting):
     """From a common start, with mu_z = mu_y = 2 rho and no growth."""
     common = np.tile(np.random.default_rng(0).normal(size=4), (12, 1))
     awake = masks(12, ROUNDS, 1.0)
-    ours = iterates(methods.caden_gd(0.4, step=0.2), setting, awake, common)
-    theirs = iterates(methods.dinno(0.2, 1.0, solver=gd(step=0.2)), setting, awake, common)
+    ours = iterates(methods.caden_gd(0.4, step_size=0.2), setting, awake, common)
+    theirs = iterates(methods.dinno(0.2, 1.0, solver=gd(step_size=0.2)), setting, awake, common)
     np.testing.assert_allclose(ours, theirs, atol=1e-12, rtol=0)
 
 
@@ -330,8 +330,8 @@ def test_adapd_scales_with_the_objective(setting):
     problem, graph, x0, edges = setting
     small = caden.problems.quadratics(problem.hessian / 12, problem.linear / 12)
     awake = masks(12, ROUNDS, 1.0)
-    ours = iterates(methods.adapd(0.5, solver=gd(step=0.1)), setting, awake)
-    theirs = iterates(methods.adapd(0.5 * 12, solver=gd(step=0.1 * 12)), (small, graph, x0, edges), awake)
+    ours = iterates(methods.adapd(0.5, solver=gd(step_size=0.1)), setting, awake)
+    theirs = iterates(methods.adapd(0.5 * 12, solver=gd(step_size=0.1 * 12)), (small, graph, x0, edges), awake)
     np.testing.assert_allclose(ours, theirs, atol=1e-10, rtol=0)
 
 
@@ -497,7 +497,7 @@ def test_prox_diffusion_without_a_regulariser_is_exact_diffusion(setting):
 
 
 def test_small_dimension_methods_refuse_large_ones_with_the_memory_they_need():
-    problem = caden.problems.PROBLEMS["classification"](agents=20, hidden=500, batching="vmap")
+    problem = caden.problems.PROBLEMS["classification"](agents=20, hidden=500, execution="vmap")
     graph = caden.graphs.ring(20)
     size = {"c2eden": 2, "tutunov": 20}
     for name, matrices in size.items():
@@ -550,7 +550,7 @@ NETWORKS = [name for name in methods.METHODS if name not in SMALL]
 
 @pytest.fixture(scope="module")
 def digits():
-    return caden.problems.PROBLEMS["classification"](batching="vmap"), caden.graphs.erdos_renyi(20, edges=37, seed=0)
+    return caden.problems.PROBLEMS["classification"](execution="vmap"), caden.graphs.erdos_renyi(20, edges=37, seed=0)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -579,10 +579,10 @@ def test_local_descent_in_threads_and_agent_by_agent_is_that_of_the_rows():
     data = torch.randn(240, 6, generator=torch.Generator().manual_seed(0)), torch.arange(240) % 3
     ends, before = [], torch.get_num_threads()
     try:
-        for threads, batching in ((1, "loop"), (3, "loop"), (1, "vmap")):
+        for threads, execution in ((1, "loop"), (3, "loop"), (1, "vmap")):
             torch.set_num_threads(threads)
             model = caden.problems.mlp(6, 3, 8)
-            problem = caden.problems.classification(model, data, agents=6, batching=batching, dtype=torch.float64)
+            problem = caden.problems.classification(model, data, agents=6, execution=execution, dtype=torch.float64)
             x0 = torch.randn(problem.dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
             work = [0, 1, 2, 3, 4, 5]
             ring = caden.graphs.ring(6)

@@ -19,7 +19,7 @@ import caden
 from caden.cli import app
 from caden.engine import checkpoint
 from caden.errors import CadenError, Interrupted
-from caden.experiments.peer import take_part
+from caden.experiments.peer import run_peer
 from caden.experiments.replay import replay
 from caden.networks import Network
 from caden.networks.peers import Fleet, Free, certify
@@ -338,7 +338,7 @@ def test_messages_are_what_was_packed_and_nothing_else():
     assert _link.unpack_note(note, 1, 2) == (9, 4, table)
     chunk = bytes(range(64))
     header = _link.pack_row(1, 7, torch.float64, 64, 0, chunk)
-    assert _link.check_row(header, 1, torch.float64, 64, 0, 64)[0] == 7
+    assert _link.read_row_header(header, 1, torch.float64, 64, 0, 64)[0] == 7
     chance = random.Random(1)
     for _ in range(1000):
         place, bit = chance.randrange(len(note)), 1 << chance.randrange(8)
@@ -353,7 +353,7 @@ def test_messages_are_what_was_packed_and_nothing_else():
         (header[:-1], 1, torch.float64, 64, 0, 64),
     ):
         with pytest.raises(_link.Refused):
-            _link.check_row(*wrong)
+            _link.read_row_header(*wrong)
 
 
 # Strangers, liars and noise.
@@ -493,19 +493,19 @@ def test_fleet_files_are_checked_in_one_line(tmp_path):
     ):
         config = fleet_file(tmp_path, fleet=wrong)
         with pytest.raises(CadenError, match=said):
-            take_part(config, 0, tmp_path / "x")
+            run_peer(config, 0, tmp_path / "x")
     for top in ({"rounds": -1}, {"record_every": 0}, {"tolerance": -1.0}):
         with pytest.raises(CadenError, match=next(iter(top))):
             Fleet.of(fleet_file(tmp_path, **top))
     (tmp_path / "taken").mkdir()
     with pytest.raises(CadenError, match="another fleet file"):
-        take_part(fleet_file(tmp_path), 0, tmp_path / "taken")
+        run_peer(fleet_file(tmp_path), 0, tmp_path / "taken")
     with pytest.raises(CadenError, match="lockstep"):
         Fleet.of(fleet_file(tmp_path, "free", participation=0.5))
     with pytest.raises(CadenError, match="not for us"):
         Fleet.of(fleet_file(tmp_path, messages={"loss": 0.1}))
     with pytest.raises(CadenError, match=r"0\.\.5"):
-        take_part(fleet_file(tmp_path), 6, tmp_path / "x")
+        run_peer(fleet_file(tmp_path), 6, tmp_path / "x")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from caden.engine import history
 from caden.errors import CadenError, Interrupted
 from caden.experiments.config import experiment
-from caden.experiments.store import Store, digest
+from caden.experiments.store import RunStore, digest
 from caden.experiments.tune import held_out, points, score, space_of, tune
 from caden.methods import CARDS
 
@@ -21,10 +21,10 @@ def small(*settings):
 
 
 def test_a_finished_run_is_not_run_again_and_a_changed_one_is(tmp_path):
-    store = Store(tmp_path)
+    store = RunStore(tmp_path)
     first = store.run("t", {"a": small("rounds=3")})["a"]
     written = {p.name: p.stat().st_mtime_ns for p in first.path.iterdir()}
-    again = Store(tmp_path).run("t", {"a": small("rounds=3", "checkpoint_every=7")})["a"]
+    again = RunStore(tmp_path).run("t", {"a": small("rounds=3", "checkpoint_every=7")})["a"]
     assert again.path == first.path
     assert again.rows == first.rows
     assert {p.name: p.stat().st_mtime_ns for p in first.path.iterdir()} == written
@@ -35,7 +35,7 @@ def test_a_finished_run_is_not_run_again_and_a_changed_one_is(tmp_path):
 
 def test_records_say_what_the_result_said(tmp_path):
     config = small("rounds=4")
-    record = Store(tmp_path).run("t", {"a": config})["a"]
+    record = RunStore(tmp_path).run("t", {"a": config})["a"]
     result = config.run()
     assert [r["accuracy"] for r in record.rows] == [r["accuracy"] for r in result.rows]
     assert record.summary["best_accuracy"] == result.summary()["best_accuracy"]
@@ -44,9 +44,9 @@ def test_records_say_what_the_result_said(tmp_path):
 
 
 def test_an_interrupted_run_goes_on_in_the_same_bytes(tmp_path, monkeypatch):
-    config = small("rounds=6", "checkpoint_every=2", "problem.batching=loop")
-    whole = Store(tmp_path / "whole").run("t", {"a": config})["a"]
-    store, calls = Store(tmp_path / "part"), []
+    config = small("rounds=6", "checkpoint_every=2", "problem.execution=loop")
+    whole = RunStore(tmp_path / "whole").run("t", {"a": config})["a"]
+    store, calls = RunStore(tmp_path / "part"), []
     append = history.RunDirectory.append
 
     def fail(self, row):
@@ -68,15 +68,15 @@ def test_an_interrupted_run_goes_on_in_the_same_bytes(tmp_path, monkeypatch):
 
 def test_a_run_that_diverges_is_kept_and_not_repeated(tmp_path):
     config = small("rounds=60", "method.name=gt", "method.alpha=1e6")
-    record = Store(tmp_path).run("t", {"a": config})["a"]
+    record = RunStore(tmp_path).run("t", {"a": config})["a"]
     assert record.summary["stopped"] == "diverged"
     assert score(record) == (math.inf, math.inf)
-    again = Store(tmp_path).find(config)
+    again = RunStore(tmp_path).find(config)
     assert again is not None and again.rows == record.rows
 
 
 def test_damaged_directories_are_one_clear_line(tmp_path):
-    record = Store(tmp_path).run("t", {"a": small("rounds=1")})["a"]
+    record = RunStore(tmp_path).run("t", {"a": small("rounds=1")})["a"]
     (record.path / "versions.json").write_text("{")
     with pytest.raises(CadenError, match="damaged"):
         history.RunDirectory(record.path).record()
@@ -86,10 +86,10 @@ def test_damaged_directories_are_one_clear_line(tmp_path):
 
 
 def test_several_processes_leave_the_same_runs(tmp_path):
-    plans = {str(n): small("rounds=2", "problem.batching=loop", f"seed={n}") for n in range(3)}
-    plans["broken"] = small("rounds=40", "problem.batching=loop", "method.name=gt", "method.alpha=1e6")
-    alone = Store(tmp_path / "alone").run("t", plans)
-    shared = Store(tmp_path / "shared", jobs=2).run("t", plans)
+    plans = {str(n): small("rounds=2", "problem.execution=loop", f"seed={n}") for n in range(3)}
+    plans["broken"] = small("rounds=40", "problem.execution=loop", "method.name=gt", "method.alpha=1e6")
+    alone = RunStore(tmp_path / "alone").run("t", plans)
+    shared = RunStore(tmp_path / "shared", jobs=2).run("t", plans)
     for name in plans:
         assert shared[name].path.name == alone[name].path.name
         ours, theirs = ([{**row, "seconds": 0} for row in r[name].rows] for r in (shared, alone))
@@ -99,11 +99,11 @@ def test_several_processes_leave_the_same_runs(tmp_path):
 @pytest.mark.slow
 def test_bad_input_in_one_of_several_processes_is_one_clear_line(tmp_path):
     with pytest.raises(CadenError, match="edges"):
-        Store(tmp_path / "bad", jobs=2).run("t", {str(n): small("graph.edges=99", f"seed={n}") for n in range(2)})
+        RunStore(tmp_path / "bad", jobs=2).run("t", {str(n): small("graph.edges=99", f"seed={n}") for n in range(2)})
 
 
 def test_two_names_for_one_run_cost_one_run(tmp_path):
-    found = Store(tmp_path).run("t", {"a": small("rounds=2"), "b": small("rounds=2")})
+    found = RunStore(tmp_path).run("t", {"a": small("rounds=2"), "b": small("rounds=2")})
     assert found["a"].path == found["b"].path
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -141,7 +141,7 @@ def test_all_methods_have_spaces_of_one_size():
 def test_tuning_keeps_thirds_and_counts_the_same_rounds(tmp_path):
     config = small("target=0.99", "tune.dgd.alpha={low=0.001, high=1.0}", "tune.gt.alpha={low=0.001, high=1.0}")
     for method in ("dgd", "gt"):
-        found = tune(Store(tmp_path), config, method, trials=9, rounds=2)
+        found = tune(RunStore(tmp_path), config, method, trials=9, rounds=2)
         rungs = found.trials.groupby("rung").agg({"trial": "count", "round": "max"})
         assert rungs["trial"].tolist() == [9, 3, 1]
         assert rungs["round"].tolist() == [2, 6, 18]
@@ -155,7 +155,7 @@ def test_tuning_finds_the_step_that_a_grid_finds(tmp_path):
     config = experiment(
         None, ["problem.name=quadratic", "problem.dim=4", "problem.agents=5", "graph.name=ring", "warmup={}"]
     ).model_copy(update={"warmup": {}, "target": None, "tune": {"gt": {"alpha": [1e-4, 1e-3, 1e-2, 0.1, 1e9]}}})
-    found = tune(Store(tmp_path), config, "gt", trials=15, rounds=4)
+    found = tune(RunStore(tmp_path), config, "gt", trials=15, rounds=4)
     ends = {}
     for alpha in (1e-4, 1e-3, 1e-2, 0.1):
         plan = config.model_copy(update={"method": {"name": "gt", "alpha": alpha}, "rounds": 36, "tune": {}})
@@ -181,9 +181,9 @@ def test_tuning_never_looks_at_the_test_set(tmp_path):
 
 def test_tuning_a_second_time_runs_nothing(tmp_path, monkeypatch):
     config = small("tune.dgd.alpha=[0.01, 0.1]")
-    first = tune(Store(tmp_path), config, "dgd", trials=2, rounds=1)
-    monkeypatch.setattr(Store, "one", lambda *_: pytest.fail("ran again"))
-    again = tune(Store(tmp_path), config, "dgd", trials=2, rounds=1)
+    first = tune(RunStore(tmp_path), config, "dgd", trials=2, rounds=1)
+    monkeypatch.setattr(RunStore, "one", lambda *_: pytest.fail("ran again"))
+    again = tune(RunStore(tmp_path), config, "dgd", trials=2, rounds=1)
     assert again.parameters == first.parameters
     assert again.trials.equals(first.trials)
 

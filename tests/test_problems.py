@@ -33,17 +33,17 @@ def network():
 
 
 def make_module(**options):
-    options = {"agents": 4, "dtype": F64, "batching": "loop"} | options
+    options = {"agents": 4, "dtype": F64, "execution": "loop"} | options
     return classification(network(), data(), data(20, seed=1), **options)
 
 
 PROBLEMS = {
     "quadratic": lambda: quadratic(4, 6, seed=1),
-    "logistic": lambda: logistic(4, 6, samples=9, alpha=0.3, l2=0.1, seed=1, batching="bmm"),
-    "logistic loop": lambda: logistic(4, 6, samples=9, alpha=0.3, l2=0.1, seed=1, batching="loop"),
+    "logistic": lambda: logistic(4, 6, samples=9, alpha=0.3, l2=0.1, seed=1, execution="bmm"),
+    "logistic loop": lambda: logistic(4, 6, samples=9, alpha=0.3, l2=0.1, seed=1, execution="loop"),
     "functions": lambda: functions([lambda x, i=i: ((x - i) ** 4).sum() + x[0] * x[1] for i in range(4)], dim=6),
     "module loop": make_module,
-    "module vmap": lambda: make_module(batching="vmap"),
+    "module vmap": lambda: make_module(execution="vmap"),
     "module weighted": lambda: make_module(weight="samples", partition={"name": "sizes", "sizes": [1, 2, 3, 4]}),
 }
 
@@ -103,7 +103,7 @@ def test_module_gradient_is_plain_backward():
 
 @pytest.mark.parametrize("agents", [4, 7])
 def test_vmap_equals_loop_also_with_unequal_shards(agents):
-    one, other = (make_module(agents=agents, batching=b) for b in ("loop", "vmap"))
+    one, other = (make_module(agents=agents, execution=b) for b in ("loop", "vmap"))
     x = torch.randn(agents, one.dim, dtype=F64, generator=torch.Generator().manual_seed(1))
     for rows in (None, torch.tensor([0, 2, 3])):
         at = x if rows is None else x[rows]
@@ -115,10 +115,10 @@ def test_pieces_of_a_shard_add_up(monkeypatch):
     whole = make_module()
     x = whole.start.expand(4, -1)
     monkeypatch.setattr("caden.problems._module._CHUNK", 1)
-    pieces = classification(network(), data(400), agents=2, dtype=F64, batching="loop")
+    pieces = classification(network(), data(400), agents=2, dtype=F64, execution="loop")
     assert pieces.chunk == 64
     monkeypatch.undo()
-    together = classification(network(), data(400), agents=2, dtype=F64, batching="loop")
+    together = classification(network(), data(400), agents=2, dtype=F64, execution="loop")
     assert together.chunk == 200
     for a, b in zip(pieces.value_and_grad(x[:2]), together.value_and_grad(x[:2])):
         torch.testing.assert_close(a, b)
@@ -129,7 +129,7 @@ def test_what_is_no_mean_over_samples_is_never_taken_in_pieces(monkeypatch):
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 20.0, 3.0], dtype=F64))
     assert classification(network(), data(400), agents=2, dtype=F64, loss=weighted).chunk == 200
     coupled = nn.Sequential(nn.BatchNorm1d(7, track_running_stats=False), network())
-    problem = classification(coupled, data(400), agents=2, dtype=F64, batching="loop")
+    problem = classification(coupled, data(400), agents=2, dtype=F64, execution="loop")
     assert problem.chunk == 200
 
 
@@ -145,7 +145,7 @@ def test_integer_labels_of_any_width_and_models_that_vmap_cannot_run():
 
     inputs, targets = data()
     problem = classification(Branching(), (inputs.numpy(), targets.numpy().astype(np.uint8)), agents=4)
-    assert problem.batching == "loop"
+    assert problem.execution == "loop"
 
 
 def test_frozen_parameters_stay_frozen():
@@ -186,7 +186,7 @@ def test_weights_of_samples_make_the_sum_the_pooled_loss():
 def test_arrays_tensors_and_datasets_are_the_same_data():
     inputs, targets = data()
     results = [
-        classification(network(), given, agents=3, dtype=F64, batching="loop").value_and_grad(
+        classification(network(), given, agents=3, dtype=F64, execution="loop").value_and_grad(
             torch.ones(3, 58, dtype=F64)
         )[0]
         for given in ((inputs, targets), (inputs.numpy(), targets.numpy()), TensorDataset(inputs, targets))
@@ -232,17 +232,17 @@ def test_the_users_model_is_not_touched():
 
 def test_auto_batching_follows_the_shapes(monkeypatch):
     """The same shapes give the same way every time: small shards together, large ones and convolutions one by one."""
-    assert classification(network(), data(), agents=4).batching == "vmap"
+    assert classification(network(), data(), agents=4).execution == "vmap"
     assert (
         classification(
             nn.Sequential(nn.Unflatten(1, (1, 7)), nn.Conv1d(1, 3, 7), nn.Flatten()), data(), agents=4
-        ).batching
+        ).execution
         == "loop"
     )
-    assert logistic(4, 6, samples=9).batching == "bmm"
-    assert logistic(2, 500, samples=300).batching == "turns"
+    assert logistic(4, 6, samples=9).execution == "bmm"
+    assert logistic(2, 500, samples=300).execution == "turns"
     monkeypatch.setattr("caden.problems._module._LARGE", 10)
-    assert classification(network(), data(), agents=4).batching == "loop"
+    assert classification(network(), data(), agents=4).execution == "loop"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_auto_batching_follows_the_shapes(monkeypatch):
         (lambda: classification(network(), 7, agents=2), "pair"),
         (lambda: classification(network(), data(), (torch.zeros(3, 2), torch.zeros(3)), agents=2), "`test` inputs"),
         (lambda: classification(network(), data(), agents=2, weight="mass"), "Unknown weight"),
-        (lambda: classification(network(), data(), agents=2, batching="lop"), "did you mean 'loop'"),
+        (lambda: classification(network(), data(), agents=2, execution="lop"), "did you mean 'loop'"),
         (lambda: quadratics(np.eye(3)[None], np.ones((2, 3))), "shape"),
         (lambda: quadratics([[[0.0, 1.0], [0.0, 0.0]]], [[1.0, 1.0]]), "symmetric"),
         (lambda: quadratic(condition=0.5), "at least 1"),
@@ -308,7 +308,7 @@ def test_cuda_smoke():
 
 
 def test_the_batch_of_a_round_depends_on_seed_round_and_agent_alone():
-    problem = make_module(batch=3, partition={"name": "sizes", "sizes": [1, 2, 3, 4]}, seed=5)
+    problem = make_module(batch_size=3, partition={"name": "sizes", "sizes": [1, 2, 3, 4]}, seed=5)
     part = problem.take([1, 3])
     for round in (0, 7):
         whole, some = problem.at(round), part.at(round)
@@ -320,12 +320,12 @@ def test_the_batch_of_a_round_depends_on_seed_round_and_agent_alone():
             assert len(set(places)) == len(places) and torch.equal(labels[places], y)  # without repetition
     drawn = {tuple(problem.at(round).shards[3][1].tolist()) for round in range(20)}
     assert len(drawn) > 3
-    hosted = make_module(batch=3, partition={"name": "sizes", "sizes": [1, 2, 3, 4]}, seed=5, hosted=[3])
+    hosted = make_module(batch_size=3, partition={"name": "sizes", "sizes": [1, 2, 3, 4]}, seed=5, hosted=[3])
     assert torch.equal(hosted.at(2).shards[0][0], problem.at(2).shards[3][0])
 
 
 def test_the_gradient_of_a_batch_is_right_on_average():
-    problem = make_module(batch=4)
+    problem = make_module(batch_size=4)
     x = problem.start.expand(4, -1)
     mean = torch.stack([problem.at(round).value_and_grad(x)[1] for round in range(400)]).mean(0)
     full = problem.value_and_grad(x)[1]
@@ -333,32 +333,32 @@ def test_the_gradient_of_a_batch_is_right_on_average():
     assert float((mean - full).norm()) < 0.15 * float((one - full).norm())
 
 
-@pytest.mark.parametrize("batching", ["loop", "vmap"])
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
 @pytest.mark.parametrize("solver", ["lbfgs", "gd"])
-def test_a_batch_of_everything_gives_the_run_without_batches(batching, solver):
+def test_a_batch_of_everything_gives_the_run_without_batches(execution, solver):
     """Up to the gradient at the start of each round, which is then taken again."""
     graph, method = caden.graphs.ring(4), caden.methods.caden(mu_z=0.3, solver=solver)
-    whole, all_of_it = make_module(batching=batching), make_module(batching=batching, batch=10_000)
+    whole, all_of_it = make_module(execution=execution), make_module(execution=execution, batch_size=10_000)
     results = [caden.simulate(method, p, graph, 5, participation=0.5) for p in (whole, all_of_it)]
     torch.testing.assert_close(results[0].x, results[1].x, rtol=1e-9, atol=1e-11)
     assert results[1].rows[-1]["gradients"] > results[0].rows[-1]["gradients"]
-    small = caden.simulate(method, make_module(batching=batching, batch=2), graph, 5, participation=0.5)
+    small = caden.simulate(method, make_module(execution=execution, batch_size=2), graph, 5, participation=0.5)
     assert not torch.allclose(small.x, results[0].x)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_each_calls_every_item_once_and_hands_on_errors(threads):
-    from caden._tensor.parallel import each
+    from caden._tensor.parallel import run_in_threads
 
     before, called = torch.get_num_threads(), []
     torch.set_num_threads(threads)
     try:
-        each(called.append, range(50))
+        run_in_threads(called.append, range(50))
         assert sorted(called) == list(range(50))
         for bad in (0, 49):
             called.clear()
             with pytest.raises(ZeroDivisionError):
-                each(lambda i, bad=bad: called.append((time.sleep(0.001), 1 // (i - bad))), range(50))
+                run_in_threads(lambda i, bad=bad: called.append((time.sleep(0.001), 1 // (i - bad))), range(50))
             assert torch.get_num_threads() == threads
             assert len(called) < 49 or threads == 1  # an error ends the work of all
     finally:
@@ -366,12 +366,12 @@ def test_each_calls_every_item_once_and_hands_on_errors(threads):
 
 
 def test_a_window_is_what_picking_gives_and_a_view_only_if_rows_follow_each_other():
-    from caden._tensor.rows import pick, window
+    from caden._tensor.rows import take_rows, view_rows
 
     data = torch.arange(12.0).reshape(6, 2)
     for rows in ([0], [1, 2, 3], [0, 2, 1, 3], [3, 2], [1, 1, 3], [0, 1, 2, 3, 4, 5]):
-        found = window(data, torch.tensor(rows))
-        assert torch.equal(found, pick(data, torch.tensor(rows)))
+        found = view_rows(data, torch.tensor(rows))
+        assert torch.equal(found, take_rows(data, torch.tensor(rows)))
         assert (found.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()) == (
             rows in ([1, 2, 3], [*range(6)])
         )

@@ -12,7 +12,7 @@ from caden import graphs, log, report, reproduce
 from caden.engine.figures import Figure
 from caden.errors import CadenError
 from caden.experiments.config import experiment
-from caden.experiments.store import Store
+from caden.experiments.store import RunStore
 from caden.report import Report, Section, Table
 from caden.reproduce import PUBLISHED, Plan, Scale
 
@@ -44,7 +44,7 @@ PARTS = [part for part in reproduce.PARTS if part not in ("skewed", "rivals")]
 def tiny(tmp_path_factory):
     """The plan carried out (all but two parts that differ in their problem only), and its page."""
     folder = tmp_path_factory.mktemp("tiny")
-    plan = Plan(Store(folder / "runs", progress=False), TINY)
+    plan = Plan(RunStore(folder / "runs", progress=False), TINY)
     page = report.write(reproduce.build(plan, PARTS, "caden reproduce"), folder)
     return plan, page
 
@@ -62,8 +62,8 @@ def test_the_whole_plan_gives_every_figure_and_table_as_files(tiny):
 
 def test_a_second_time_nothing_is_run(tiny, monkeypatch):
     plan, page = tiny
-    monkeypatch.setattr(Store, "one", lambda *_: pytest.fail("ran again"))
-    again = Plan(Store(plan.store.folder, progress=False), TINY)
+    monkeypatch.setattr(RunStore, "one", lambda *_: pytest.fail("ran again"))
+    again = Plan(RunStore(plan.store.folder, progress=False), TINY)
     found = reproduce.build(again, PARTS, "caden reproduce")
     assert report.html(found) == page.read_text(encoding="utf-8")
 
@@ -216,7 +216,7 @@ def test_labels_say_what_differs_and_seeds_share_one(tmp_path):
             (["method.relax=0.7"], ["method.relax=0.9"], ["method.relax=0.9", "seed=1"], ["method.name=gt"])
         )
     }
-    records = list(Store(tmp_path).run("t", plans).values())
+    records = list(RunStore(tmp_path).run("t", plans).values())
     groups = report.labelled(records)
     assert {label: len(group) for label, group in groups.items()} == {
         "caden, relax=0.7": 1,

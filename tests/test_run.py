@@ -379,7 +379,7 @@ def test_a_run_leaves_the_process_as_it_was(small, tmp_path, monkeypatch):
 
 def test_options_are_keywords_of_their_groups_and_listed_by_help(small):
     names = set(inspect.signature(caden.simulate).parameters)
-    for group in (caden.Conditions, caden.Stopping, caden.Keeping):
+    for group in (caden.Conditions, caden.Stopping, caden.Saving):
         assert {field.name for field in dataclasses.fields(group)} <= names
         assert inspect.getdoc(group)
     with pytest.raises(CadenError, match="did you mean 'participation'"):

@@ -5,7 +5,7 @@ import torch
 
 import caden
 from caden.core import Objective
-from caden.engine.run import Counted
+from caden.engine.run import CountingProblem
 from caden.solvers import adam, exact, from_spec, gd, newton
 
 F64 = torch.float64
@@ -26,7 +26,7 @@ def subproblem(quadratic):
 
 def test_gd_is_gradient_descent(subproblem):
     problem, x, slope, rho = subproblem
-    solved = solve(problem, gd(step=0.3), x, [4] * 20, rho, slope)
+    solved = solve(problem, gd(step_size=0.3), x, [4] * 20, rho, slope)
     v = x.clone()
     for _ in range(4):
         v = v - 0.3 * (torch.einsum("mij,mj->mi", problem.hessian, v) - problem.linear + slope + rho * (v - x))
@@ -58,7 +58,7 @@ def test_exact_solves_quadratics(subproblem):
 
 def test_adam_is_torchs_adam(subproblem):
     problem, x, slope, rho = subproblem
-    solved = solve(problem, adam(step=0.05), x, [6] * 20, rho, slope)
+    solved = solve(problem, adam(step_size=0.05), x, [6] * 20, rho, slope)
     v = x.clone().requires_grad_()
     optimizer = torch.optim.Adam([v], lr=0.05)
     for _ in range(6):
@@ -79,10 +79,10 @@ def test_newton_solves_quadratics_in_a_step_and_logistic_regression_in_a_few(sub
     assert gradient.abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("solver", [gd(step=0.1), adam(), newton(eps=1.0)], ids=lambda s: s.name)
+@pytest.mark.parametrize("solver", [gd(step_size=0.1), adam(), newton(eps=1.0)], ids=lambda s: s.name)
 def test_budgets_and_counting(subproblem, solver):
     problem, x, slope, rho = subproblem
-    counted = Counted(problem)
+    counted = CountingProblem(problem)
     work = [i % 4 for i in range(20)]
     solved = solve(counted, solver, x, work, rho, slope)
     assert counted.gradients == 20 + sum(work)
@@ -104,16 +104,16 @@ def test_smoothness_finds_the_largest_curvature(quadratic):
 
 
 def test_solvers_by_name():
-    assert from_spec({"name": "gd", "step": 0.1}).name == "gd"
+    assert from_spec({"name": "gd", "step_size": 0.1}).name == "gd"
     assert from_spec("adam").name == "adam"
     for spec, message in (
         (("lbgfs"), "did you mean 'lbfgs'"),
-        ({"name": "gd", "stepp": 1}, "did you mean 'solver.step'"),
+        ({"name": "gd", "stepp": 1}, "did you mean 'solver.step_size'"),
     ):
         with pytest.raises(caden.CadenError, match=message):
             from_spec(spec)
     with pytest.raises(caden.CadenError, match="quadratic"):
         exact().init(caden.problems.logistic(3, 2), torch.zeros(3, 2, dtype=F64), None)
-    for make in (lambda: gd(step=0), lambda: adam(step=-1), lambda: adam(beta1=1.0)):
+    for make in (lambda: gd(step_size=0), lambda: adam(step_size=-1), lambda: adam(beta1=1.0)):
         with pytest.raises(caden.CadenError):
             make()

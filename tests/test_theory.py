@@ -212,7 +212,7 @@ def test_local_rates_and_estimates_of_curvature(quadratic):
 def test_the_papers_estimator_needs_float64():
     """A step of 1e-7 in float64 sees the curvature along the gradient; in float32 it does not move most of x at all."""
     made = problems.PROBLEMS["classification"]
-    double, single = made(batching="vmap", dtype=F64, agents=4), made(batching="vmap", agents=4)
+    double, single = made(execution="vmap", dtype=F64, agents=4), made(execution="vmap", agents=4)
     x, (_, ratio) = descend(double, double.start.expand(4, -1).contiguous(), ((20, 0.1), (2, 1e-7)))
     g = double.value_and_grad(x)[1]
     along = double.hvp(x, g).norm(dim=1) / g.norm(dim=1)
@@ -417,7 +417,7 @@ def test_doctor_does_not_promise_what_does_not_work():
 
 
 def test_doctor_warns_about_networks_and_sleepers_and_refuses_only_far_beyond_the_flat_bound():
-    problem = problems.PROBLEMS["classification"](batching="vmap", agents=6)
+    problem = problems.PROBLEMS["classification"](execution="vmap", agents=6)
     graph = graphs.ring(6)
     limit = theory.dual_limit(graph)
     assert limit == pytest.approx(2.0)

@@ -18,7 +18,7 @@ from caden.core import Round as Round
 from caden.engine import log as log
 from caden.engine.history import Result as Result
 from caden.engine.options import Conditions as Conditions
-from caden.engine.options import Keeping as Keeping
+from caden.engine.options import Saving as Saving
 from caden.engine.options import Stopping as Stopping
 from caden.engine.simulate import simulate as simulate
 from caden.engine.warmup import Warmup as Warmup

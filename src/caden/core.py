@@ -165,7 +165,7 @@ class Problem:
     device: torch.device
     start: Tensor | None = None  # (d,) or (m, d) where a run begins unless it is told otherwise; None: at zero
     hessian: Tensor | None = None  # (m, d, d) if the f_i are quadratic
-    batching: str = ""  # "loop" or "turns": agents are evaluated one by one, so that one may run ahead of the others
+    execution: str = ""  # "loop" or "turns": agents are evaluated one by one, so that one may run ahead of the others
     stochastic: bool = False  # these are the functions of one round: values of another round are of other functions
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ class Interrupted(RunError):
     """Somebody pressed Ctrl-C; the run can be resumed."""
 
 
-def choose(kind: str, name: object, known: Iterable[str]) -> str:
+def require_choice(kind: str, name: object, known: Iterable[str]) -> str:
     """Return `name` if it is known, else say which known one is nearest."""
     known = sorted(known)
     if not isinstance(name, str):
@@ -37,21 +37,21 @@ def choose(kind: str, name: object, known: Iterable[str]) -> str:
     raise CadenError(f"Unknown {kind} {name!r}; {hint}")
 
 
-def number(name: str, value: object) -> float:
+def require_number(name: str, value: object) -> float:
     """Return `value` if it is a finite real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise CadenError(f"`{name}` must be a number, got {value!r}.")
     return float(value)
 
 
-def positive(name: str, value: object) -> float:
+def require_positive(name: str, value: object) -> float:
     """Return `value` if it is a number above zero."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise CadenError(f"`{name}` must be a positive number, got {value!r}.")
     return float(value)
 
 
-def whole(name: str, value: object, least: int = 0) -> int:
+def require_integer(name: str, value: object, least: int = 0) -> int:
     """Return `value` if it is a whole number not below `least` (and below 2^63)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) < 2**63:
         raise CadenError(f"`{name}` must be a whole number of at least {least}, got {value!r}.")

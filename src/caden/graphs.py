@@ -18,7 +18,7 @@ import scipy.sparse as sp
 from scipy.sparse import csgraph
 from scipy.sparse.linalg import eigsh
 
-from caden.errors import CadenError, number, positive, whole
+from caden.errors import CadenError, require_integer, require_number, require_positive
 
 _DENSE = 1500  # up to this many agents the spectrum comes from a dense eigenvalue solver
 
@@ -93,7 +93,7 @@ class Graph:
 
     def laplacian_mixing(self, step: float | None = None) -> np.ndarray:
         """(m, m) mixing matrix I - step * Lap; `step` defaults to 1 / (d_max + 1)."""
-        step = 1 / (float(self.degrees.max()) + 1) if step is None else positive("step", step)
+        step = 1 / (float(self.degrees.max()) + 1) if step is None else require_positive("step", step)
         return np.eye(self.agents) - step * self.laplacian
 
     def to_networkx(self) -> nx.Graph[int]:
@@ -121,7 +121,7 @@ def from_edges(edges: Iterable[Sequence[int]], agents: int | None = None, name: 
     if any(isinstance(end, bool) or not isinstance(end, int | np.integer) for pair in pairs for end in pair):
         raise CadenError("`edges` must be pairs of whole numbers.")
     array = np.array(sorted({(min(pair), max(pair)) for pair in pairs}), dtype=np.int64).reshape(-1, 2)
-    count = whole("agents", int(array.max()) + 1 if agents is None and len(array) else agents, least=1)
+    count = require_integer("agents", int(array.max()) + 1 if agents is None and len(array) else agents, least=1)
     if len(array) and (array[:, 0] == array[:, 1]).any():
         loop = int(array[array[:, 0] == array[:, 1]][0, 0])
         raise CadenError(f"Agent {loop} has an edge to itself; remove self-loops.")
@@ -149,8 +149,8 @@ def from_networkx(graph: nx.Graph[Any], name: str = "networkx") -> Graph:
     """A graph from networkx; its nodes become agents 0..m-1 in the order in which networkx lists them."""
     if graph.is_directed():
         raise CadenError("The graph is directed; agents talk both ways: use `graph.to_undirected()`.")
-    number = {node: i for i, node in enumerate(graph.nodes)}
-    return from_edges([(number[a], number[b]) for a, b in graph.edges()], len(number), name)
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    return from_edges([(position[a], position[b]) for a, b in graph.edges()], len(position), name)
 
 
 def erdos_renyi(agents: int, p: float = 0.2, edges: int | None = None, seed: int = 0) -> Graph:
@@ -162,16 +162,16 @@ def erdos_renyi(agents: int, p: float = 0.2, edges: int | None = None, seed: int
     >>> erdos_renyi(20, 0.2, edges=37).degrees.sum()
     np.int64(74)
     """
-    whole("agents", agents, least=2)
-    whole("seed", seed)
+    require_integer("agents", agents, least=2)
+    require_integer("seed", seed)
     rng = np.random.default_rng(seed)
     if edges is None:
-        if not 0 < number("p", p) <= 1:
+        if not 0 < require_number("p", p) <= 1:
             raise CadenError(f"`p` must lie in (0, 1], got {p}.")
         draws = (nx.fast_gnp_random_graph(agents, p, seed=int(rng.integers(2**31))) for _ in range(500))
     else:
         most = agents * (agents - 1) // 2
-        if not agents - 1 <= whole("edges", edges) <= most:
+        if not agents - 1 <= require_integer("edges", edges) <= most:
             raise CadenError(f"`edges` must lie in {agents - 1}..{most} for {agents} agents, got {edges}.")
         draws = (nx.gnm_random_graph(agents, edges, seed=int(rng.integers(2**31))) for _ in range(100))
     for graph in draws:
@@ -189,56 +189,56 @@ def erdos_renyi(agents: int, p: float = 0.2, edges: int | None = None, seed: int
 
 def ring(agents: int) -> Graph:
     """A cycle."""
-    return from_networkx(nx.cycle_graph(whole("agents", agents, least=3)), "ring")
+    return from_networkx(nx.cycle_graph(require_integer("agents", agents, least=3)), "ring")
 
 
 def path(agents: int) -> Graph:
     """A line."""
-    return from_networkx(nx.path_graph(whole("agents", agents, least=2)), "path")
+    return from_networkx(nx.path_graph(require_integer("agents", agents, least=2)), "path")
 
 
 def star(agents: int) -> Graph:
     """Agent 0 in the middle, linked to all others."""
-    return from_networkx(nx.star_graph(whole("agents", agents, least=2) - 1), "star")
+    return from_networkx(nx.star_graph(require_integer("agents", agents, least=2) - 1), "star")
 
 
 def complete(agents: int) -> Graph:
     """Everyone linked to everyone."""
-    return from_networkx(nx.complete_graph(whole("agents", agents, least=2)), "complete")
+    return from_networkx(nx.complete_graph(require_integer("agents", agents, least=2)), "complete")
 
 
 def grid(rows: int, columns: int) -> Graph:
     """A rows x columns grid, numbered row by row."""
-    whole("rows", rows, least=1), whole("columns", columns, least=1)
+    require_integer("rows", rows, least=1), require_integer("columns", columns, least=1)
     return from_networkx(nx.grid_2d_graph(rows, columns), "grid")
 
 
 def torus(rows: int, columns: int) -> Graph:
     """A grid whose borders are glued together."""
-    whole("rows", rows, least=3), whole("columns", columns, least=3)
+    require_integer("rows", rows, least=3), require_integer("columns", columns, least=3)
     return from_networkx(nx.grid_2d_graph(rows, columns, periodic=True), "torus")
 
 
 def exponential(agents: int) -> Graph:
     """Agent i is linked to i + 1, i + 2, i + 4, ... (modulo m): logarithmic degree and diameter."""
-    whole("agents", agents, least=2)
+    require_integer("agents", agents, least=2)
     hops = [1 << k for k in range((agents - 1).bit_length())]
     return from_networkx(nx.circulant_graph(agents, hops), "exponential")
 
 
 def small_world(agents: int, k: int = 4, p: float = 0.1, seed: int = 0) -> Graph:
     """Watts-Strogatz: a ring of `k` nearest neighbours, each edge rewired with probability `p`; connected."""
-    whole("agents", agents, least=3), whole("k", k, least=2), whole("seed", seed)
+    require_integer("agents", agents, least=3), require_integer("k", k, least=2), require_integer("seed", seed)
     if k >= agents:
         raise CadenError(f"`k` must be below the number of agents ({agents}), got {k}.")
-    if not 0 <= number("p", p) <= 1:
+    if not 0 <= require_number("p", p) <= 1:
         raise CadenError(f"`p` must lie in [0, 1], got {p}.")
     return from_networkx(nx.connected_watts_strogatz_graph(agents, k, p, tries=500, seed=seed), "small_world")
 
 
 def regular(agents: int, degree: int = 4, seed: int = 0) -> Graph:
     """A random graph in which everyone has `degree` neighbours, connected."""
-    whole("agents", agents, least=2), whole("degree", degree, least=1)
+    require_integer("agents", agents, least=2), require_integer("degree", degree, least=1)
     if degree >= agents or agents * degree % 2 or (degree == 1 and agents > 2):
         raise CadenError(f"There is no connected graph of {agents} agents with {degree} neighbours each.")
     for attempt in range(100):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from caden.errors import CadenError, choose
+from caden.errors import CadenError, require_choice
 
 Factory = Callable[..., Any]
 
@@ -34,14 +34,14 @@ def factory(
     name = table.get("name")
     if not isinstance(name, str):
         raise CadenError(f"`{kind}.name` is missing; known: {', '.join(sorted(registry))}.")
-    found: Factory = load_object(name) if ":" in name else registry[choose(kind, name, registry)]
+    found: Factory = load_object(name) if ":" in name else registry[require_choice(kind, name, registry)]
     if not callable(found):
         raise CadenError(f"{name!r} is not a function that makes a {kind}.")
     known = [key for key in parameters(found) if key not in hidden]
     free = any(p.kind is p.VAR_KEYWORD for p in parameters(found).values())
     for key in table:
         if key != "name" and not free:
-            choose("key", f"{kind}.{key}", [f"{kind}.{k}" for k in known])
+            require_choice("key", f"{kind}.{key}", [f"{kind}.{k}" for k in known])
     return found
 
 

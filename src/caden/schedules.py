@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caden.errors import CadenError, whole
+from caden.errors import CadenError, require_integer
 from caden.graphs import Graph
 from caden.registry import make
 
@@ -37,20 +37,20 @@ Schedule = Callable[[int, Draw], Any]
 
 def switch(first: Any, then: Any, at: int) -> Schedule:
     """`first` before round `at`, `then` from it on. The paper's "-Red" workload is ``switch(5, 1, at=100)``."""
-    whole("at", at)
+    require_integer("at", at)
     return lambda round, draw: first if round < at else then
 
 
 def between(low: int, high: int) -> Schedule:
     """A whole number drawn uniformly from low..high for each agent in each round."""
-    if not whole("low", low) <= whole("high", high):
+    if not require_integer("low", low) <= require_integer("high", high):
         raise CadenError(f"`between` needs 0 <= low <= high, got low={low}, high={high}.")
     return lambda round, draw: low + np.floor(draw.uniform("work", round) * (high - low + 1)).astype(int)
 
 
 def in_turn(parts: int) -> Schedule:
     """Agent (or link) number i is up in the rounds t with t = i modulo `parts`."""
-    whole("parts", parts, least=1)
+    require_integer("parts", parts, least=1)
     return lambda round, draw: np.arange(draw.agents) % parts == round % parts
 
 

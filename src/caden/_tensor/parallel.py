@@ -45,7 +45,7 @@ def _workers(process: int, threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-def each(function: Callable[[int], object], items: Iterable[int]) -> None:
+def run_in_threads(function: Callable[[int], object], items: Iterable[int]) -> None:
     """Call `function` on every item, on as many threads as torch may use, with one torch thread inside each call.
 
     Products of one agent are too small to share between cores without loss, and a result computed by a single thread
@@ -85,10 +85,10 @@ def each(function: Callable[[int], object], items: Iterable[int]) -> None:
         helper.result()
 
 
-def in_turn(function: Callable[[int], object], items: Iterable[int]) -> None:
+def run_in_order(function: Callable[[int], object], items: Iterable[int]) -> None:
     """The same one after the other, with torch's threads inside each call: better where memory is what limits."""
     for item in items:
         function(item)
 
 
-WAYS = {"loop": each, "turns": in_turn}  # ways to go through agents one by one
+AGENT_LOOPS = {"loop": run_in_threads, "turns": run_in_order}  # ways to go through agents one by one

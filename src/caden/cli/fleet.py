@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from caden.experiments.config import experiment
 from caden.experiments.fleet_file import write_fleet
-from caden.experiments.peer import take_part
+from caden.experiments.peer import run_peer
 from caden.experiments.replay import replay
 from caden.networks.peers.fleet import Fleet
 
@@ -59,7 +59,7 @@ def peer(
             said = time.monotonic()
             console.print(_line(status), highlight=False)
 
-    result = take_part(config, agent, (out or Path("runs") / fleet.name) / f"agent-{agent}", stop, show, file.parent)
+    result = run_peer(config, agent, (out or Path("runs") / fleet.name) / f"agent-{agent}", stop, show, file.parent)
     if not as_json:
         Console().print(f"agent {agent}: {result.stopped} after {result.rows[-1]['round']} rounds; {result.directory}")
 
@@ -92,7 +92,7 @@ def run_fleet(file: FleetFile, out: Out = None) -> None:
     """Start all agents of a fleet on this machine; Ctrl-C ends them in an orderly way."""
     config = experiment(file)
     fleet = Fleet.of(config)
-    _, _, graph = config.build(lambda graph: fleet.check(graph, 0))
+    _, _, graph = config.build(lambda graph: fleet.hosted_agents(graph, 0))
     out = out or Path("runs") / fleet.name
     command = [sys.executable, "-m", "caden", "peer", str(file), "--out", str(out), "--json", "--agent"]
     agents = range(graph.agents)

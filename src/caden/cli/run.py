@@ -11,7 +11,7 @@ from caden.cli import show
 from caden.cli.arguments import File, Json, Settings
 from caden.engine import log
 from caden.engine.history import RunDirectory
-from caden.errors import CadenError, RunError, whole
+from caden.errors import CadenError, RunError, require_integer
 from caden.experiments import forecast
 from caden.experiments.compare import compare_experiment
 from caden.experiments.config import Experiment, experiment
@@ -70,9 +70,9 @@ def run(
         out = Path("runs") / name.replace(":", ".").replace("/", ".")
     elif out.exists() and not again and first:
         raise CadenError(f"{out} exists already; choose another directory, or resume that run.")
-    if whole("processes", processes, least=1) > 1 and job is None:
+    if require_integer("processes", processes, least=1) > 1 and job is None:
         _share(processes, config.problem.get("agents"))
-    built = forecast.check(config) if job is None else None
+    built = forecast.refuse_if_too_large(config) if job is None else None
     callbacks = [log.tensorboard(events)] if events is not None and first else []
     _carry_out(config, out, again and out.exists(), as_json, callbacks=callbacks, built=built)
 

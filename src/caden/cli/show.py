@@ -13,7 +13,7 @@ from rich.table import Table
 
 from caden import data
 from caden.engine.columns import COLUMNS, EFFORTS, to_target
-from caden.engine.history import Result, plain
+from caden.engine.history import Result, jsonable
 from caden.experiments.bench import Measure
 from caden.experiments.config import Experiment
 from caden.experiments.forecast import Forecast
@@ -23,7 +23,7 @@ from caden.experiments.tune import Tuned
 
 def as_json(value: Any) -> None:
     """One JSON object on one line."""
-    print(json.dumps(plain(value)))
+    print(json.dumps(jsonable(value)))
 
 
 def path(what: str, where: Path | str) -> None:

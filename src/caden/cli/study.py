@@ -13,11 +13,11 @@ from rich.progress import track
 from caden import data, schedules
 from caden.cli import show
 from caden.cli.arguments import File, Json, Settings
-from caden.errors import CadenError, choose, whole
+from caden.errors import CadenError, require_choice, require_integer
 from caden.experiments import bench as benchmarks
 from caden.experiments.config import experiment
-from caden.experiments.method_check import check
-from caden.experiments.store import Store
+from caden.experiments.method_check import measure_methods
+from caden.experiments.store import RunStore
 from caden.experiments.theory import theory_report
 from caden.experiments.tune import tune_experiment
 from caden.graphs import GRAPHS
@@ -55,7 +55,7 @@ def tune(
 ) -> None:
     """Tune methods with equal budgets, on training samples held out; spaces by --set tune.METHOD.KEY=..."""
     names = list(METHODS) if method == "all" else list(dict.fromkeys(name.strip() for name in method.split(",")))
-    tuned = tune_experiment(experiment(file, settings or []), names, Store(out, jobs=jobs), trials, rounds)
+    tuned = tune_experiment(experiment(file, settings or []), names, RunStore(out, jobs=jobs), trials, rounds)
     show.tuned(tuned, out, as_json)
 
 
@@ -73,10 +73,10 @@ def reproduce(
     from caden import report, reproduce
 
     for part in parts or []:
-        choose("part", part, [*reproduce.PARTS, "all"])
+        require_choice("part", part, [*reproduce.PARTS, "all"])
     chosen = list(reproduce.PARTS) if not parts or "all" in parts else list(dict.fromkeys(parts))
     console = Console(stderr=True)
-    plan = reproduce.Plan(Store(out / "runs", jobs=jobs), reproduce.QUICK if quick else reproduce.FULL)
+    plan = reproduce.Plan(RunStore(out / "runs", jobs=jobs), reproduce.QUICK if quick else reproduce.FULL)
     for part in chosen:
         console.print(f"{part}: {reproduce.PARTS[part]}", highlight=False)
     minutes = reproduce.estimate(plan, chosen) / 60
@@ -104,13 +104,15 @@ def list_(
 ) -> None:
     """List methods, problems, graphs, solvers, schedules, partitions or data."""
     if not measured:
-        kinds = list(KINDS) if kind == "all" else [choose("kind", kind, KINDS)]
+        kinds = list(KINDS) if kind == "all" else [require_choice("kind", kind, KINDS)]
         show.listing({k: KINDS[k] for k in kinds}, as_json)
         return
     if kind != "methods":
         raise CadenError("`--check` goes with `caden list methods`.")
     console = Console(stderr=True)
-    rows = track(check(list(METHODS)), "checking", len(METHODS), console=console, disable=not console.is_terminal)
+    rows = track(
+        measure_methods(list(METHODS)), "checking", len(METHODS), console=console, disable=not console.is_terminal
+    )
     show.method_check(dict(rows), as_json)
 
 
@@ -121,9 +123,9 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure the speed of this library here, as ratios to the machine's limit and to what one would write instead."""
-    names = [choose("part", part, benchmarks.PARTS) for part in parts or benchmarks.PARTS]
+    names = [require_choice("part", part, benchmarks.PARTS) for part in parts or benchmarks.PARTS]
     measures = []
-    for measure in benchmarks.run(names, whole("repeats", repeats, least=1)):
+    for measure in benchmarks.run(names, require_integer("repeats", repeats, least=1)):
         measures.append(measure)
         if not as_json:
             print(f"{measure.name}: {measure.median:.3g}", file=sys.stderr)

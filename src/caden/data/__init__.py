@@ -18,7 +18,7 @@ from caden.data._partition import iid as iid
 from caden.data._partition import partition_from_spec as partition_from_spec
 from caden.data._partition import shards as shards
 from caden.data._partition import sizes as sizes
-from caden.errors import CadenError, choose
+from caden.errors import CadenError, require_choice
 
 Samples = tuple[Tensor, Tensor]
 
@@ -60,7 +60,7 @@ DATASETS: dict[str, str] = {
 
 def fetch_data(name: str) -> list[Path]:
     """Make sure that a data set is on this machine; returns its files (none for those that come with a package)."""
-    choose("data set", name, DATASETS)
+    require_choice("data set", name, DATASETS)
     return list(fetch(name, _SOURCES[name]).values()) if name in _SOURCES else []
 
 
@@ -87,7 +87,7 @@ def load(name: str) -> tuple[Samples, Samples]:
     >>> x.shape, x_test.shape
     (torch.Size([1437, 1, 8, 8]), torch.Size([360, 1, 8, 8]))
     """
-    choose("data set", name, DATASETS)
+    require_choice("data set", name, DATASETS)
     if name == "digits":
         from sklearn.datasets import load_digits
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from caden.errors import CadenError, positive, whole
+from caden.errors import CadenError, require_integer, require_positive
 from caden.registry import make
 
 Partition = Callable[[np.ndarray, int, int], list[np.ndarray]]
@@ -23,7 +23,7 @@ def iid() -> Partition:
 
 def dirichlet(alpha: float = 0.3) -> Partition:
     """Each class is spread over the agents by a draw from Dirichlet(alpha): the smaller alpha, the more skewed."""
-    positive("alpha", alpha)
+    require_positive("alpha", alpha)
 
     def deal(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
         rng = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ def dirichlet(alpha: float = 0.3) -> Partition:
 
 def shards(classes: int = 2) -> Partition:
     """Samples sorted by label are cut into agents x `classes` pieces; each agent gets `classes` of them at random."""
-    whole("classes", classes, least=1)
+    require_integer("classes", classes, least=1)
 
     def deal(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
         if agents * classes > len(labels):

@@ -103,7 +103,7 @@ class RunDirectory:
             fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent))  # gets its name when it is complete
             if config:  # a run started from Python has no text that could make it again
                 (fresh / "config.toml").write_text(config)
-            (fresh / "versions.json").write_text(json.dumps(about() | {"seed": str(seed)}, indent=1) + "\n")
+            (fresh / "versions.json").write_text(json.dumps(environment() | {"seed": str(seed)}, indent=1) + "\n")
             fresh.chmod(0o755)
             fresh.rename(path)
         except OSError as error:
@@ -154,7 +154,7 @@ class RunDirectory:
     def summarise(self, result: Result) -> None:
         """Write the summary: of a complete run, or of one that diverged."""
         scratch = self.summary.with_suffix(".tmp")
-        scratch.write_text(json.dumps(plain(result.summary()), indent=1) + "\n")
+        scratch.write_text(json.dumps(jsonable(result.summary()), indent=1) + "\n")
         os.replace(scratch, self.summary)
 
     def finish(self, result: Result, picture: bool = True) -> None:
@@ -165,7 +165,7 @@ class RunDirectory:
         checkpoint.save(self.weights, {"x": result.x, "mean": result.mean}, {"agents": len(result.x)})
 
 
-def about() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Versions and machine."""
     packages = ("caden-opt", "torch", "numpy", "scipy", "networkx", "scikit-learn", "pandas", "safetensors")
     machine = {"python": platform.python_version(), "machine": _processor(), "cores": str(os.cpu_count())}
@@ -181,13 +181,13 @@ def _processor() -> str:
         return platform.machine()
 
 
-def plain(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
     """A value for JSON, which has no NaN and no infinity: they become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    return [plain(v) for v in value] if isinstance(value, list) else value
+        return {k: jsonable(v) for k, v in value.items()}
+    return [jsonable(v) for v in value] if isinstance(value, list) else value
 
 
 def _number(text: str) -> float | int | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from caden.engine.history import Row
-from caden.errors import CadenError, choose, positive, whole
+from caden.errors import CadenError, require_choice, require_integer, require_positive
 from caden.networks.messages import Messages
 from caden.schedules import Schedule
 
@@ -49,7 +49,7 @@ class Stopping:
 
     def __post_init__(self) -> None:
         if self.tolerance is not None:
-            positive("tolerance", self.tolerance)
+            require_positive("tolerance", self.tolerance)
         if self.target is not None and not 0 < self.target <= 1:
             raise CadenError(f"`target` must lie in (0, 1], got {self.target}.")
 
@@ -68,7 +68,7 @@ class Stopping:
 
 
 @dataclass(frozen=True)
-class Keeping:
+class Saving:
     """What a run leaves, and where.
 
     directory: where to keep the run; it must not exist, unless `resume` continues it.
@@ -87,7 +87,10 @@ class Keeping:
     picture: bool = True
 
     def __post_init__(self) -> None:
-        whole("record_every", self.record_every, least=1), whole("checkpoint_every", self.checkpoint_every, least=1)
+        (
+            require_integer("record_every", self.record_every, least=1),
+            require_integer("checkpoint_every", self.checkpoint_every, least=1),
+        )
         if self.resume and self.directory is None:
             raise CadenError("`resume` needs the `directory` of the run.")
 
@@ -96,21 +99,21 @@ class Keeping:
         return None if self.directory is None else Path(self.directory)
 
 
-GROUPS = (Conditions, Stopping, Keeping)
+GROUPS = (Conditions, Stopping, Saving)
 
 
-def grouped(options: Mapping[str, Any]) -> tuple[Conditions, Stopping, Keeping]:
+def group_options(options: Mapping[str, Any]) -> tuple[Conditions, Stopping, Saving]:
     """Keywords sorted into their groups."""
     names = {field.name: group for group in GROUPS for field in fields(group)}
     for name in options:
-        choose("option", name, names)
-    conditions, stopping, keeping = (
+        require_choice("option", name, names)
+    conditions, stopping, saving = (
         group(**{name: value for name, value in options.items() if names[name] is group}) for group in GROUPS
     )
-    return conditions, stopping, keeping  # type: ignore[return-value]
+    return conditions, stopping, saving  # type: ignore[return-value]
 
 
-def spelled_out(function: Callable[..., Any]) -> inspect.Signature:
+def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
     """The signature of a function with `**options`, each option by its name."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]

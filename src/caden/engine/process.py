@@ -14,7 +14,7 @@ _before = (1, False)
 
 
 @contextmanager
-def threads(deterministic: bool) -> Iterator[None]:
+def deterministic_mode(deterministic: bool) -> Iterator[None]:
     """One thread, deterministic kernels and every row by itself for the time of a run, if asked for."""
     global _runs, _before  # noqa: PLW0603
     if not deterministic:

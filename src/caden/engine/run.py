@@ -21,16 +21,16 @@ from caden.networks.network import Network
 _GROWTH = 1e8  # a model whose norm exceeds this many times 1 + the largest at the start has diverged
 
 
-class Counted(Problem):
+class CountingProblem(Problem):
     """A problem that counts its gradients, one per agent and evaluation, and their time; in a round it is its own."""
 
     def __init__(self, problem: Problem):
         self.whole = self._now = problem
         self.agents, self.dim, self.dtype, self.device = problem.agents, problem.dim, problem.dtype, problem.device
-        self.hessian, self.batching, self.stochastic = problem.hessian, problem.batching, problem.stochastic
+        self.hessian, self.execution, self.stochastic = problem.hessian, problem.execution, problem.stochastic
         self.gradients, self.seconds, self._lock = 0, 0.0, Lock()  # agents may be evaluated in threads
 
-    def enter(self, round: int) -> Counted:
+    def begin_round(self, round: int) -> CountingProblem:
         """Take on the functions of a round."""
         self._now = self.whole.at(round)
         self.stochastic = self._now.stochastic
@@ -62,7 +62,7 @@ class Run:
         awake: Callable[[int], Tensor],
         work: Callable[[int], Tensor],
     ):
-        self.method, self.problem, self.network = method, Counted(problem), network
+        self.method, self.problem, self.network = method, CountingProblem(problem), network
         self._awake, self._work = awake, work
         self.index = 0  # rounds done
         self.active = network.graph.agents  # how many were awake in the last one
@@ -95,7 +95,7 @@ class Run:
         active, self.info = self._awake(self.index), Info()
         self.active = int(active.sum())
         if self.active:
-            problem = self.problem.enter(self.index)
+            problem = self.problem.begin_round(self.index)
             context = self.network.round(self.index, active, self._work(self.index), problem, self.curvature)
             self.state, self.info = self.method.advance(self.state, context)
             self.counts["rejected"] += self.info.rejected

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from caden.core import Method, Problem, complete
 from caden.engine.history import Result
-from caden.engine.options import Conditions, Keeping, Stopping, grouped, spelled_out
-from caden.engine.process import interruptible, threads
+from caden.engine.options import Conditions, Saving, Stopping, group_options, signature_with_options
+from caden.engine.process import deterministic_mode, interruptible
 from caden.engine.progress import ProgressBar
 from caden.engine.recorder import Recorder
 from caden.engine.run import Run
-from caden.engine.warmup import Warmup, named, start_point
-from caden.errors import CadenError, Diverged, Interrupted, whole
+from caden.engine.warmup import Warmup, list_agents, start_point
+from caden.errors import CadenError, Diverged, Interrupted, require_integer
 from caden.graphs import Graph
 from caden.networks.messages import Messages
 from caden.networks.network import Network
@@ -46,7 +46,7 @@ def simulate(
         deterministic: one thread, deterministic kernels and every row by itself: equal to the bit, also over processes.
         transport: what carries rows between processes, if the agents are spread over several (`networks.cluster.join`).
         options: the fields of `caden.Conditions` (participation, local_steps, messages, links), `caden.Stopping`
-            (target, stop_at_target, tolerance, callbacks) and `caden.Keeping` (directory, resume, record_every,
+            (target, stop_at_target, tolerance, callbacks) and `caden.Saving` (directory, resume, record_every,
             checkpoint_every, config, picture), each as a keyword.
 
     Returns:
@@ -61,13 +61,13 @@ def simulate(
     >>> result.x.shape, len(result.history)
     (torch.Size([6, 3]), 6)
     """
-    whole("rounds", rounds), whole("seed", seed)
-    conditions, stopping, keeping = grouped(options)
+    require_integer("rounds", rounds), require_integer("seed", seed)
+    conditions, stopping, saving = group_options(options)
     transport = Memory() if transport is None else transport
     run, start = prepare(method, problem, graph, conditions, seed, transport, x0)
-    recorder = Recorder(run, keeping.path)
-    with threads(deterministic), interruptible() as interrupted:
-        _begin(run, recorder, start, Warmup.from_spec(warmup), keeping, seed)
+    recorder = Recorder(run, saving.path)
+    with deterministic_mode(deterministic), interruptible() as interrupted:
+        _begin(run, recorder, start, Warmup.from_spec(warmup), saving, seed)
         if stopping.stop_at_target and (stopping.target is None or "accuracy" not in recorder.rows[0]):
             raise CadenError("`stop_at_target` needs a `target` and a problem that measures accuracy.")
         reached = any(map(stopping.reached, recorder.rows))
@@ -77,7 +77,7 @@ def simulate(
             while run.index < rounds and why is None:
                 run.step()
                 lost = run.diverged()
-                if lost or run.index == rounds or run.index % keeping.record_every == 0 or not reached:
+                if lost or run.index == rounds or run.index % saving.record_every == 0 or not reached:
                     row = recorder.record()
                     reached = reached or stopping.reached(row)
                     why = stopping.reason(row, run.state, ask=transport.rank == 0)
@@ -86,14 +86,14 @@ def simulate(
                 if lost:
                     raise _diverged(recorder, stopping, lost)
                 halt = transport.reduce([float(interrupted.is_set())], "max")[0]
-                if run.index % keeping.checkpoint_every == 0 or halt:
+                if run.index % saving.checkpoint_every == 0 or halt:
                     recorder.save()
                 if halt and run.index < rounds and why is None:
-                    raise _interrupted(recorder, stopping, keeping)
-        return recorder.finish(stopping.target, why or "rounds", keeping.picture)
+                    raise _interrupted(recorder, stopping, saving)
+        return recorder.finish(stopping.target, why or "rounds", saving.picture)
 
 
-simulate.__signature__ = spelled_out(simulate)  # type: ignore[attr-defined]
+simulate.__signature__ = signature_with_options(simulate)  # type: ignore[attr-defined]
 
 
 _DEFAULT = Conditions()
@@ -115,26 +115,26 @@ def prepare(
         problem = problem.take(hosted)
     awake, work = Participation(conditions.participation, draw), Workload(conditions.local_steps, draw)
     messages, links = Messages.from_spec(conditions.messages), Links.from_spec(conditions.links, graph, seed)
-    network = Network(graph, problem, draw, awake.may_sleep or transport.alone, messages, links, transport)
+    network = Network(graph, problem, draw, awake.may_sleep or transport.sees_only_itself, messages, links, transport)
     if x0 is not None and x0.ndim == 2 and len(x0) == graph.agents:
         x0 = x0[network.layout.hosted]
     return Run(method, problem, network, awake, work), start_point(problem, x0)
 
 
-def _begin(run: Run, recorder: Recorder, start: Tensor, warmup: Warmup | None, keeping: Keeping, seed: int) -> None:
+def _begin(run: Run, recorder: Recorder, start: Tensor, warmup: Warmup | None, saving: Saving, seed: int) -> None:
     """From the start, or from the last checkpoint; either way there is a row afterwards."""
-    path, first = keeping.path, run.network.transport.rank == 0
-    if path is not None and first and not keeping.resume and path.exists():
+    path, first = saving.path, run.network.transport.rank == 0
+    if path is not None and first and not saving.resume and path.exists():
         raise CadenError(f"{path} exists already; choose another directory, or resume that run.")
-    saved = recorder.load() if keeping.resume else None
+    saved = recorder.load() if saving.resume else None
     if saved is None:
         run.begin(start, warmup)
     else:
         run.restore(start, *saved)
-    if keeping.resume:
+    if saving.resume:
         recorder.reopen()
     else:
-        recorder.create(keeping.config, seed)
+        recorder.create(saving.config, seed)
     if not recorder.rows:
         recorder.record()
 
@@ -142,18 +142,18 @@ def _begin(run: Run, recorder: Recorder, start: Tensor, warmup: Warmup | None, k
 def _diverged(recorder: Recorder, stopping: Stopping, agents: list[int]) -> Diverged:
     where = f" The history until then is in {recorder.run_dir.metrics}." if recorder.run_dir else ""
     error = Diverged(
-        f"Diverged in round {recorder.run.index} (agents {named(agents)}): lower the dual step `mu_y` to at most "
+        f"Diverged in round {recorder.run.index} (agents {list_agents(agents)}): lower the dual step `mu_y` to at most "
         f"`mu_z`, raise `mu_z`, or shorten the step size.{where}"
     )
     error.result = recorder.failed(stopping.target, "diverged", str(error))
     return error
 
 
-def _interrupted(recorder: Recorder, stopping: Stopping, keeping: Keeping) -> Interrupted:
-    how, path = "", keeping.path
+def _interrupted(recorder: Recorder, stopping: Stopping, saving: Saving) -> Interrupted:
+    how, path = "", saving.path
     if path is not None:
         again = f"the same call with resume=True and directory={str(path)!r}"
-        how = f"; `caden resume {path}` goes on" if keeping.config else f"; {again} goes on"
+        how = f"; `caden resume {path}` goes on" if saving.config else f"; {again} goes on"
     error = Interrupted(f"Interrupted after round {recorder.run.index}{how}.")
     error.result = recorder.failed(stopping.target, "interrupted", str(error))
     return error

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from caden.core import Problem
 from caden.curvature import descend
-from caden.errors import CadenError, Diverged, positive, whole
+from caden.errors import CadenError, Diverged, require_integer, require_positive
 
 
 class Warmup(NamedTuple):
@@ -28,7 +28,7 @@ class Warmup(NamedTuple):
             warmup = spec if isinstance(spec, Warmup) else cls(**spec)
         except TypeError as error:
             raise CadenError(f"`warmup` takes `steps` and `step_size`: {error}.") from None
-        whole("warmup.steps", warmup.steps), positive("warmup.step_size", warmup.step_size)
+        require_integer("warmup.steps", warmup.steps), require_positive("warmup.step_size", warmup.step_size)
         return warmup if warmup.steps else None
 
 
@@ -53,10 +53,10 @@ def warm_up(problem: Problem, x: Tensor, spec: Warmup | Mapping[str, Any] | None
     x, (curvature,) = descend(problem, x, (warmup,))
     lost = (~x.isfinite().all(1)).nonzero().flatten().tolist()
     if lost:
-        raise Diverged(f"The warm-up diverged (agents {named(lost)}): shorten `warmup.step_size`.")
+        raise Diverged(f"The warm-up diverged (agents {list_agents(lost)}): shorten `warmup.step_size`.")
     return x, curvature if warmup.steps > 1 else None
 
 
-def named(agents: list[int]) -> str:
+def list_agents(agents: list[int]) -> str:
     """Some agents in words."""
     return ", ".join(map(str, agents[:8])) + (" ..." if len(agents) > 8 else "")

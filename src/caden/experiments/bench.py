@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, softplus
 from caden import graphs, methods, problems, solvers
 from caden._tensor import parallel
 from caden.core import Method, Problem
-from caden.engine.history import about
+from caden.engine.history import environment
 from caden.engine.simulate import prepare
 from caden.engine.warmup import start_point
 from caden.errors import RunError
@@ -70,7 +70,7 @@ def paper(repeats: int) -> Iterator[Measure]:
     """The paper's size: 20 agents with 3,000 samples each, 784-128-10 (random data of MNIST's shape)."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(60_000, 784, generator=generator), torch.randint(10, (60_000,), generator=generator)
-    problem = problems.classification(problems.mlp(784, 10), data, agents=20, batching="loop")
+    problem = problems.classification(problems.mlp(784, 10), data, agents=20, execution="loop")
     graph = graphs.erdos_renyi(20, 0.2, edges=37)
     flops = 4 * 60_000 * problem.dim  # two products forward and backward, the inputs' gradient is not needed
     a, b, c = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE), torch.empty(SIDE, SIDE)
@@ -92,7 +92,7 @@ def paper(repeats: int) -> Iterator[Measure]:
             torch.mm(a, b, out=c)
             limit = 2 * SIDE**3 / (time.perf_counter() - began)
             began = time.perf_counter()
-            parallel.each(products, range(20))
+            parallel.run_in_threads(products, range(20))
             narrow = 4 * 60_000 * layer.numel() / (time.perf_counter() - began)
             clocked.seconds, clocked.gradients = 0.0, 0
             seconds = run()
@@ -233,7 +233,7 @@ def _many(kind: str, repeats: int, threads: int) -> list[Measure]:
         began = time.perf_counter()
         graph = graphs.ring(agents) if kind == "ring" else graphs.regular(agents, 4)
         before = forget_peak()
-        problem = problems.logistic(agents=agents, samples=1, dim=1000, dtype=torch.float32, batching="bmm")
+        problem = problems.logistic(agents=agents, samples=1, dim=1000, dtype=torch.float32, execution="bmm")
         run = Rounds(methods.caden(mu_z=MU), problem, graph)
         started = time.perf_counter() - began
         for _ in range(4):  # the system hands out fresh memory slowly
@@ -265,7 +265,11 @@ def remember(file: Path, measures: list[Measure]) -> dict[str, float]:
     if file.exists():
         for line in file.read_text().splitlines():
             last |= {name: statistics.median(ratios) for name, ratios in json.loads(line)["ratios"].items()}
-    entry = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "threads": torch.get_num_threads(), **about()}
+    entry = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+        **environment(),
+    }
     entry["ratios"] = {m.name: m.ratios for m in measures}
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:

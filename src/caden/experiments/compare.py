@@ -10,7 +10,7 @@ from caden.engine.columns import EFFORTS
 from caden.engine.figures import Figure, draw
 from caden.engine.history import Result
 from caden.engine.simulate import simulate
-from caden.errors import CadenError, Diverged, choose
+from caden.errors import CadenError, Diverged, require_choice
 from caden.experiments import forecast
 from caden.experiments.config import Experiment
 from caden.graphs import Graph
@@ -56,13 +56,13 @@ def compare_experiment(config: Experiment, names: Sequence[str], directory: Path
     if not plans:
         raise CadenError("`--methods` names no method.")
     for name in config.compare:
-        choose("key", f"compare.{name}", [f"compare.{n}" for n in plans])
+        require_choice("key", f"compare.{name}", [f"compare.{n}" for n in plans])
     if directory.exists():
         raise CadenError(f"{directory} exists already; choose another directory.")
     built = None
     for name, plan in plans.items():
         try:
-            built = forecast.check(plan, built)
+            built = forecast.refuse_if_too_large(plan, built)
         except CadenError as error:
             raise CadenError(f"{name}: {error}") from None
     built = built or next(iter(plans.values())).build()[1:]

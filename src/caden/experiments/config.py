@@ -27,7 +27,7 @@ from caden.core import Method, Problem, complete
 from caden.engine.history import Result
 from caden.engine.simulate import simulate
 from caden.engine.warmup import Warmup
-from caden.errors import CadenError, choose, whole
+from caden.errors import CadenError, require_choice, require_integer
 from caden.graphs import GRAPHS, Graph
 from caden.methods import METHODS
 from caden.networks.messages import Messages
@@ -92,7 +92,7 @@ class Experiment(BaseModel):
         `hosted` names the agents of this process: the problem is then theirs alone. A factory that takes `hosted`
         itself need not load what belongs to the others.
         """
-        dtype = {} if self.dtype is None else {"dtype": DTYPES[choose("dtype", self.dtype, DTYPES)]}
+        dtype = {} if self.dtype is None else {"dtype": DTYPES[require_choice("dtype", self.dtype, DTYPES)]}
         shared = {"seed": self.seed, "device": str(device_of(self.device)), **dtype}
         tables = {kind: dict(getattr(self, kind)) for kind in REGISTRIES}
         model = tables["problem"].get("model")
@@ -124,7 +124,7 @@ class Experiment(BaseModel):
             if "seed" in found:
                 found["seed"] = self.seed
             found = {k: v for k, v in found.items() if isinstance(v, bool | int | float | str)}
-            chosen = {"batching": problem.batching} if kind == "problem" and "batching" in found else {}
+            chosen = {"execution": problem.execution} if kind == "problem" and "execution" in found else {}
             setattr(self, kind, {**found, **table, **chosen})
 
     def with_method(self, name: str) -> Experiment:
@@ -193,7 +193,7 @@ def experiment(
     for setting in settings:
         assign(given, setting)
     for key in given:
-        choose("key", key, Experiment.model_fields)
+        require_choice("key", key, Experiment.model_fields)
     merged = {k: dict(v) if isinstance(v, dict) else v for k, v in defaults.items()}
     for key, value in given.items():
         table = merged.get(key)
@@ -210,9 +210,9 @@ def experiment(
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
         raise CadenError(f"`{first['loc'][0]}` ({where}): {first['msg']}, got {first['input']!r}.") from None
-    whole("seed", found.seed)
+    require_integer("seed", found.seed)
     for name in found.warmup:
-        choose("key", f"warmup.{name}", [f"warmup.{field}" for field in Warmup._fields])
+        require_choice("key", f"warmup.{name}", [f"warmup.{field}" for field in Warmup._fields])
     Messages.from_spec(found.messages)
     for kind, registry in REGISTRIES.items():
         factory(kind, registry, getattr(found, kind), HIDDEN)

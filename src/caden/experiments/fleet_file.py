@@ -7,7 +7,7 @@ from typing import Any
 
 import tomli_w
 
-from caden.errors import CadenError, whole
+from caden.errors import CadenError, require_integer
 from caden.experiments.config import experiment
 from caden.networks.peers.fleet import Fleet, certify, free_ports
 
@@ -20,7 +20,7 @@ def write_fleet(file: Path, agents: int, graph: str, mode: str, hosts: list[str]
             raise CadenError(f"{path} exists already.")
     if not file.parent.is_dir():
         raise CadenError(f"There is no folder {file.parent}.")
-    names = _hosts(hosts, whole("agents", agents, least=2))
+    names = _hosts(hosts, require_integer("agents", agents, least=2))
     ports = free_ports(agents) if set(names) == {"127.0.0.1"} else [7447 + i for i in range(agents)]
     method = {"name": "caden"} if mode == "lockstep" else {"name": "radmm", "rho": 0.1, "alpha": 0.7}
     table: dict[str, Any] = {
@@ -39,7 +39,7 @@ def write_fleet(file: Path, agents: int, graph: str, mode: str, hosts: list[str]
     scratch = file.with_suffix(".tmp")
     scratch.write_text(tomli_w.dumps(table))
     try:
-        experiment(scratch).build(lambda made: Fleet.of(experiment(scratch)).check(made, 0))
+        experiment(scratch).build(lambda made: Fleet.of(experiment(scratch)).hosted_agents(made, 0))
         if folder:
             certify(folder, names)
         scratch.rename(file)

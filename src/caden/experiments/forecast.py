@@ -167,7 +167,7 @@ def _grown(table: dict[str, Any], agents: int, edges: list[list[int]], dim: int,
     return largest() - before
 
 
-def check(config: Experiment, built: Built | None = None) -> Built | None:
+def refuse_if_too_large(config: Experiment, built: Built | None = None) -> Built | None:
     """Refuse a run that cannot fit before anything large is made; looks closely only where that is in doubt.
 
     Returns problem and graph if they had to be built. Looks at the memory of Linux alone, not at that of a GPU.

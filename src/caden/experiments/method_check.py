@@ -31,7 +31,7 @@ def distance(name: str, rounds: int = 2000, **options: Any) -> float | str:
     """Distance of the worst agent after `rounds` rounds, or why there is none."""
     problem, graph = problems.quadratic(agents=12, dim=4, seed=2), graphs.erdos_renyi(12, edges=20, seed=3)
     try:
-        method = METHODS[name](**CARDS[name].check)
+        method = METHODS[name](**CARDS[name].unit_parameters)
         result = simulate(method, problem, graph, rounds, local_steps=3, record_every=rounds, progress=False, **options)
     except CadenError:
         return "refused"
@@ -41,7 +41,7 @@ def distance(name: str, rounds: int = 2000, **options: Any) -> float | str:
     return float(away)
 
 
-def check(names: list[str], rounds: int = 2000) -> Iterator[tuple[str, dict[str, float | str]]]:
+def measure_methods(names: list[str], rounds: int = 2000) -> Iterator[tuple[str, dict[str, float | str]]]:
     """Each method's distance in each setting."""
     for name in names:
         row = {}

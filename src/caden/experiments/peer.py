@@ -21,7 +21,7 @@ from caden import schedules
 from caden.core import Method, Problem
 from caden.engine.history import Result, Row, RunDirectory
 from caden.engine.options import Conditions
-from caden.engine.process import threads
+from caden.engine.process import deterministic_mode
 from caden.engine.recorder import Recorder
 from caden.engine.run import Run
 from caden.engine.simulate import prepare
@@ -49,7 +49,7 @@ def prepare_peer(
     return run, start, transport
 
 
-def take_part(
+def run_peer(
     config: Experiment,
     agent: int,
     folder: Path,
@@ -63,7 +63,7 @@ def take_part(
     """
     fleet, stop = Fleet.of(config), stop or threading.Event()
     run_dir, text = RunDirectory(folder), config.to_toml()
-    built = config.build(lambda graph: fleet.check(graph, agent))
+    built = config.build(lambda graph: fleet.hosted_agents(graph, agent))
     _, problem, graph = built
     if folder.exists():
         there = folder / "config.toml"
@@ -73,7 +73,7 @@ def take_part(
             raise CadenError(f"Agent {agent} has finished; its model is in {run_dir.weights}.")
     else:
         RunDirectory.create(folder, text, config.seed)
-    with threads(config.deterministic):
+    with deterministic_mode(config.deterministic):
         like = torch.empty(problem.dim, dtype=problem.dtype, device=problem.device)
         link = ZenohLink(fleet, graph, agent, like, home, folder, stop)
         try:

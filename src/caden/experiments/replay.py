@@ -13,7 +13,7 @@ from torch import Tensor
 
 from caden.engine import checkpoint
 from caden.engine.history import RunDirectory
-from caden.engine.process import threads
+from caden.engine.process import deterministic_mode
 from caden.engine.warmup import Warmup
 from caden.errors import CadenError
 from caden.experiments.config import experiment
@@ -105,7 +105,7 @@ def replay(folder: Path) -> list[Replayed]:
         raise CadenError("A fleet in lockstep needs no replay: `caden run` on its file gives the same numbers.")
     logs = {int(place.name.removeprefix("agent-")): _read(place) for place in places}
     post, found = _Post(logs), dict[int, Replayed | BaseException]()
-    built = {agent: config.build(partial(Fleet.of(config).check, agent=agent)) for agent in logs}
+    built = {agent: config.build(partial(Fleet.of(config).hosted_agents, agent=agent)) for agent in logs}
 
     def walk(agent: int, place: Path) -> None:
         try:
@@ -126,7 +126,7 @@ def replay(folder: Path) -> list[Replayed]:
                 post.walking.discard(agent)
                 post.changed.notify_all()
 
-    with threads(config.deterministic):
+    with deterministic_mode(config.deterministic):
         runners = [threading.Thread(target=walk, args=pair, daemon=True) for pair in zip(logs, places)]
         for runner in runners:
             runner.start()

@@ -18,7 +18,7 @@ from caden.core import Problem
 from caden.engine.history import Record, RunDirectory
 from caden.engine.options import Callback
 from caden.engine.progress import PlanBar
-from caden.errors import CadenError, Diverged, Interrupted, whole
+from caden.errors import CadenError, Diverged, Interrupted, require_integer
 from caden.experiments.config import Experiment, experiment
 from caden.graphs import Graph
 
@@ -30,7 +30,7 @@ def digest(config: Experiment) -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-class Store:
+class RunStore:
     """Runs under one folder. What is complete there is read, what was interrupted goes on, the rest is run.
 
     With several `jobs`, so many processes share the cores and each takes a run at a time; for runs of this library's
@@ -38,7 +38,7 @@ class Store:
     """
 
     def __init__(self, folder: Path, progress: bool | None = None, jobs: int = 1):
-        self.folder, self._progress, self._jobs = folder, progress, whole("jobs", jobs, least=1)
+        self.folder, self._progress, self._jobs = folder, progress, require_integer("jobs", jobs, least=1)
         self._built: tuple[str, tuple[Problem, Graph]] | None = None
         self._pool: ProcessPoolExecutor | None = None
         self.seen: dict[Path, Record] = {}  # what was asked for, in order
@@ -120,8 +120,8 @@ class Store:
 
 
 @cache
-def _store(folder: Path) -> Store:
-    return Store(folder)  # a worker's own, which keeps the problem that it built last
+def _store(folder: Path) -> RunStore:
+    return RunStore(folder)  # a worker's own, which keeps the problem that it built last
 
 
 def _work(folder: Path, config: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from caden import schedules, theory
 from caden.core import Problem
 from caden.curvature import smoothness
 from caden.engine.warmup import start_point, warm_up
-from caden.errors import CadenError, positive
+from caden.errors import CadenError, require_positive
 from caden.experiments.config import Experiment
 from caden.methods import CARDS
 from caden.methods._auto import first_penalty
@@ -36,7 +36,7 @@ def theory_report(config: Experiment) -> dict[str, Any]:
         problem,
         graph,
         x,
-        positive("method.mu_z", mu_z),
+        require_positive("method.mu_z", mu_z),
         config.method.get("mu_y"),
         config.method.get("relax", 0.5),
         Participation(schedules.from_spec(config.participation), draw).probability(0),

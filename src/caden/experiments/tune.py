@@ -18,9 +18,9 @@ from scipy.stats import qmc
 from caden import data
 from caden.engine.history import Record
 from caden.engine.warmup import start_point
-from caden.errors import CadenError, RunError, choose, positive, whole
+from caden.errors import CadenError, RunError, require_choice, require_integer, require_positive
 from caden.experiments.config import Experiment
-from caden.experiments.store import Store, digest
+from caden.experiments.store import RunStore, digest
 from caden.experiments.theory import start_and_curvature
 from caden.methods import CARDS, METHODS
 from caden.registry import factory
@@ -50,7 +50,7 @@ def space_of(method: str, given: Mapping[str, Any] = {}) -> dict[str, Any]:
             where = f"tune.{method}.{name}"
             if not {"low", "high"} <= set(entry) <= {"low", "high", "unit"} or entry.get("unit") not in (None, *_UNITS):
                 raise CadenError(f'`{where}` takes `low`, `high` and `unit` ("L" or "1/L"), got {entry!r}.')
-            if positive(f"{where}.low", entry["low"]) > positive(f"{where}.high", entry["high"]):
+            if require_positive(f"{where}.low", entry["low"]) > require_positive(f"{where}.high", entry["high"]):
                 raise CadenError(f"`{where}`: low is above high.")
         elif not isinstance(entry, list) or not entry:
             raise CadenError(f"`tune.{method}.{name}` must be a range {{low, high, unit}} or a list, got {entry!r}.")
@@ -107,7 +107,7 @@ def held_out(config: Experiment) -> Experiment:
     return config.model_copy(update={"problem": {**table, "validation": count}})
 
 
-def curvature(store: Store, config: Experiment) -> float:
+def curvature(store: RunStore, config: Experiment) -> float:
     """The largest L_i of the problem where the runs start; found once for all methods."""
     key = digest(config.model_copy(update={"method": {}}))
     if key not in store.curvatures:
@@ -116,9 +116,9 @@ def curvature(store: Store, config: Experiment) -> float:
     return store.curvatures[key]
 
 
-def tune(store: Store, config: Experiment, method: str, trials: int = 18, rounds: int = 20) -> Tuned:
+def tune(store: RunStore, config: Experiment, method: str, trials: int = 18, rounds: int = 20) -> Tuned:
     """Search the space of a method with the given budget; runs are kept in the store."""
-    whole("trials", trials, least=1), whole("rounds", rounds, least=1)
+    require_integer("trials", trials, least=1), require_integer("rounds", rounds, least=1)
     space = space_of(method, config.tune.get(method, {}))
     base = held_out(config).model_copy(update={"tune": {}, "compare": {}, "record_every": 1})
     problem, _ = store.build(base)
@@ -149,13 +149,13 @@ def tune(store: Store, config: Experiment, method: str, trials: int = 18, rounds
 
 
 def tune_experiment(
-    config: Experiment, methods: Sequence[str], store: Store, trials: int = 18, rounds: int = 20
+    config: Experiment, methods: Sequence[str], store: RunStore, trials: int = 18, rounds: int = 20
 ) -> dict[str, Tuned]:
     """Tune several methods; leaves trials.csv and tuned.toml, with which `compare` runs the winners on the test set."""
     for name in methods:
         space_of(name, config.tune.get(name, {}))
     for name in config.tune:
-        choose("key", f"tune.{name}", [f"tune.{n}" for n in methods])
+        require_choice("key", f"tune.{name}", [f"tune.{n}" for n in methods])
     tuned = {name: tune(store, config, name, trials, rounds) for name in methods}
     everything = pd.concat([t.trials.assign(method=name) for name, t in tuned.items()], ignore_index=True)
     everything.to_csv(store.folder / "trials.csv", index=False, lineterminator="\n")

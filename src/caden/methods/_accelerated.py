@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from caden._tensor.rows import row_dots
 from caden._tensor.states import flatten, restore
 from caden.core import Info, Method, Round
-from caden.errors import whole
+from caden.errors import require_integer
 from caden.methods._dense import must_be_awake
 from caden.methods._registry import METHODS, register
 from caden.registry import make
@@ -91,7 +92,7 @@ def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 
     """
     table = {"name": method} if isinstance(method, str) else method
     base: Method = table if isinstance(table, Method) else make("method", METHODS, table)
-    q = whole("secants", secants, least=1)
+    q = require_integer("secants", secants, least=1)
 
     def total(round: Round, products: Tensor) -> Tensor:
         """Sums over all agents of what each agent's rows contribute: (N, n) -> (n,)."""
@@ -122,12 +123,10 @@ def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 
         slot, known = state.stored % q, min(state.stored + 1, q)
         state.u[slot], state.v[slot] = state.move, now - middle
         u, v = state.u[:known], state.v[:known]
-        products = torch.cat(
-            [torch.einsum("and,bnd->nab", u, u - v).flatten(1), torch.einsum("and,nd->na", u, -state.move)], dim=1
-        )
-        sums = total(round, products).double()
+        pairs = [*((a, b) for a in u for b in u - v), *((a, -state.move) for a in u)]
+        sums = total(round, torch.stack([row_dots(a, b) for a, b in pairs], dim=1)).double()
         weights = torch.linalg.pinv(sums[: known**2].reshape(known, known), rtol=1e-12) @ sums[known**2 :]
-        inner = _with_rows(inner, middle - torch.einsum("b,bnd->nd", weights.to(v), v), round)
+        inner = _with_rows(inner, middle - sum(w * b for w, b in zip(weights.to(v), v)), round)
         new = State(inner.x, inner, state.move, now, state.u, state.v, state.stored + 1, state.residual, False)
         return new, Info()
 

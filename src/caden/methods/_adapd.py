@@ -24,7 +24,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
-from caden.errors import choose, positive, whole
+from caden.errors import require_choice, require_integer, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._gossip import chebyshev_mix
 from caden.methods._registry import BROADCAST, register
@@ -66,9 +66,9 @@ def adapd(
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("eta", eta), whole("degree", degree, least=1)
+    require_positive("eta", eta), require_integer("degree", degree, least=1)
     if variant is not None:
-        choose("variant", variant, ("og", "mc"))
+        require_choice("variant", variant, ("og", "mc"))
     local = solvers.from_spec(solver)
     exchanges = degree if variant == "mc" else 1
 

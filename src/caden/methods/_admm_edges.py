@@ -17,7 +17,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.methods._dense import must_be_awake
 from caden.methods._registry import PENALTY, register
 
@@ -47,8 +47,8 @@ def admm_edges(mu_z: float, mu_y: float | None = None, solver: LocalSolver | str
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("mu_z", mu_z)
-    dual_step = mu_z if mu_y is None else positive("mu_y", mu_y)
+    require_positive("mu_z", mu_z)
+    dual_step = mu_z if mu_y is None else require_positive("mu_y", mu_y)
     local = solvers.from_spec(solver)
 
     def init(x: Tensor, round: Round) -> State:

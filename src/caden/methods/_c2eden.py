@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import CadenError, number, positive
+from caden.errors import CadenError, require_number, require_positive
 from caden.methods._dense import must_be_awake, must_fit
 from caden.methods._registry import STEP, register
 
@@ -71,8 +71,8 @@ def c2eden(alpha: float = 0.3, cubic: float = 0.0) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("alpha", alpha)
-    if number("cubic", cubic) < 0:
+    require_positive("alpha", alpha)
+    if require_number("cubic", cubic) < 0:
         raise CadenError(f"`cubic` must not be negative, got {cubic}.")
 
     def init(x: Tensor, round: Round) -> State:

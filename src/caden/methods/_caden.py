@@ -33,7 +33,7 @@ from torch import Tensor
 from caden import solvers
 from caden.core import Heard, Info, LocalSolver, Method, Objective, Round, Verdict
 from caden.curvature import smoothness
-from caden.errors import CadenError, choose, number, positive
+from caden.errors import CadenError, require_choice, require_number, require_positive
 from caden.methods._auto import CHECKS, balance, first_penalty
 from caden.methods._registry import BROADCAST, PENALTY, RELAX, register
 from caden.theory import examine
@@ -83,7 +83,7 @@ def caden(
     >>> bool((result.mean - problem.solution).norm() < 1e-8)
     True
     """
-    _check(mu_z, mu_y, dual, relax, growth)
+    _require_valid(mu_z, mu_y, dual, relax, growth)
     local = solvers.from_spec(solver)
 
     def penalties(mu: Tensor, index: int) -> tuple[Tensor, Tensor | float]:
@@ -133,12 +133,12 @@ def caden(
 
 
 @register({"mu_z": 0.4}, BROADCAST, {"mu_z": PENALTY, "relax": RELAX}, theory=True)
-def caden_gd(mu_z: float | str = "auto", step: float | None = None, **options: Any) -> Method:
+def caden_gd(mu_z: float | str = "auto", step_size: float | None = None, **options: Any) -> Method:
     """CADEN with gradient descent as the local solver.
 
     Args:
         mu_z: as for `caden`.
-        step: fixed step of the gradient descent; by default 1 / (rho_i + L_i).
+        step_size: fixed step of the gradient descent; by default 1 / (rho_i + L_i).
         options: those of `caden`.
 
     Reference: Yi, Zeng and Freris, arXiv:2504.04073, 2025.
@@ -149,15 +149,15 @@ def caden_gd(mu_z: float | str = "auto", step: float | None = None, **options: A
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    return caden(mu_z, solver=solvers.gd(step), **options)._replace(name="caden_gd")
+    return caden(mu_z, solver=solvers.gd(step_size), **options)._replace(name="caden_gd")
 
 
-def _check(mu_z: float | str, mu_y: float | None, dual: str, relax: float, growth: float) -> None:
-    choose("dual", dual, ("exact", "paper"))
+def _require_valid(mu_z: float | str, mu_y: float | None, dual: str, relax: float, growth: float) -> None:
+    require_choice("dual", dual, ("exact", "paper"))
     for name, value in (("mu_z", mu_z), ("mu_y", mu_y), ("growth", growth)):
         if value is not None and not (name == "mu_z" and value == "auto"):
-            positive(name, value)
-    if not 0 < number("relax", relax) < 1:
+            require_positive(name, value)
+    if not 0 < require_number("relax", relax) < 1:
         raise CadenError(f"`relax` must lie in (0, 1), got {relax}.")
     if dual == "paper" and relax != 0.5:
         raise CadenError('`relax` belongs to `dual="exact"`; the paper\'s rule has none (0.5).')

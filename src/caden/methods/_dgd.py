@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.methods._first_order import refresh
 from caden.methods._registry import STEP, register
 
@@ -38,7 +38,7 @@ def dgd(alpha: float = 0.3) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 0.3)
     True
     """
-    positive("alpha", alpha)
+    require_positive("alpha", alpha)
 
     def init(x: Tensor, round: Round) -> State:
         return State(x, *round.problem.value_and_grad(x))

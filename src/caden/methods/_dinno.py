@@ -17,7 +17,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.methods._registry import BROADCAST, PENALTY, register
 
 
@@ -44,7 +44,7 @@ def dinno(rho: float = 0.05, growth: float = 1.0003, solver: LocalSolver | str |
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("rho", rho), positive("growth", growth)
+    require_positive("rho", rho), require_positive("growth", growth)
     local = solvers.from_spec(solver)
 
     def init(x: Tensor, round: Round) -> State:

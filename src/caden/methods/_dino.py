@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import positive, whole
+from caden.errors import require_integer, require_positive
 from caden.methods._dense import must_be_awake
 from caden.methods._registry import register
 from caden.solvers._newton import conjugate_gradients
@@ -56,8 +56,8 @@ def dino(
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("theta", theta), positive("phi", phi), positive("rho", rho)
-    whole("iterations", iterations, least=1), positive("tolerance", tolerance)
+    require_positive("theta", theta), require_positive("phi", phi), require_positive("rho", rho)
+    require_integer("iterations", iterations, least=1), require_positive("tolerance", tolerance)
 
     def init(x: Tensor, round: Round) -> State:
         must_be_awake("dino", round)

@@ -13,7 +13,7 @@ agents: CADEN's half-step rule; exact.
 """
 
 from caden.core import LocalSolver, Method
-from caden.errors import choose, positive
+from caden.errors import require_choice, require_positive
 from caden.methods._caden import caden
 from caden.methods._registry import BROADCAST, PENALTY, register
 from caden.solvers import gd, lbfgs, newton
@@ -27,16 +27,16 @@ def _one_step(solver: LocalSolver) -> LocalSolver:
 
 
 @register(
-    {"mu_z": 0.4, "step": "newton", "eps": 0.2},
+    {"mu_z": 0.4, "direction": "newton", "eps": 0.2},
     BROADCAST,
-    {"mu_z": PENALTY, "step": ["gd", "newton", "lbfgs"], "eps": [0.3, 1.0, 3.0]},
+    {"mu_z": PENALTY, "direction": ["gd", "newton", "lbfgs"], "eps": [0.3, 1.0, 3.0]},
 )
-def druid(mu_z: float = 0.1, step: str = "lbfgs", eps: float = 1.0) -> Method:
+def druid(mu_z: float = 0.1, direction: str = "lbfgs", eps: float = 1.0) -> Method:
     """DRUID: CADEN with a single curvature-aided step a round.
 
     Args:
         mu_z: penalty.
-        step: kind of local step, "gd", "newton" or "lbfgs".
+        direction: of the local step: "gd", "newton" or "lbfgs".
         eps: covers the curvature that the step's model of it misses.
 
     Reference: Li, Voulgaris, Stipanovic and Freris, IEEE TAC 68(11), 2023.
@@ -47,9 +47,9 @@ def druid(mu_z: float = 0.1, step: str = "lbfgs", eps: float = 1.0) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("mu_z", mu_z), positive("eps", eps)
+    require_positive("mu_z", mu_z), require_positive("eps", eps)
     kinds = {"gd": gd(curvature=eps), "newton": newton(eps=eps), "lbfgs": lbfgs(line_search="none", eps=eps)}
-    solver = kinds[choose("step", step, kinds)]
+    solver = kinds[require_choice("direction", direction, kinds)]
     return caden(mu_z=mu_z, solver=_one_step(solver))._replace(name="druid")
 
 
@@ -69,5 +69,5 @@ def dlm(c: float = 0.05, rho: float = 2.0) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("c", c), positive("rho", rho)
+    require_positive("c", c), require_positive("rho", rho)
     return caden(mu_z=2 * c, solver=_one_step(gd(curvature=rho)))._replace(name="dlm")

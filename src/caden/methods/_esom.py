@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import positive, whole
+from caden.errors import require_integer, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._registry import PENALTY, register
 from caden.solvers._newton import conjugate_gradients, damped_hessian
@@ -72,7 +72,7 @@ def esom(alpha: float = 1.0, order: int = 0, eps: float = 1.0) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("alpha", alpha), positive("eps", eps), whole("order", order)
+    require_positive("alpha", alpha), require_positive("eps", eps), require_integer("order", order)
 
     def init(x: Tensor, round: Round) -> State:
         return State(x, x - round.broadcast(x).mix(), x * 0, *round.problem.value_and_grad(x))
@@ -112,7 +112,7 @@ def network_newton(alpha: float = 0.1, order: int = 1, step_size: float = 1.0) -
     >>> bool((result.mean - problem.solution).norm() < 0.3)
     True
     """
-    positive("alpha", alpha), positive("step_size", step_size), whole("order", order)
+    require_positive("alpha", alpha), require_positive("step_size", step_size), require_integer("order", order)
 
     def init(x: Tensor, round: Round) -> NewtonState:
         return NewtonState(x, *round.problem.value_and_grad(x))

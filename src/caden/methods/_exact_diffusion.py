@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import CadenError, number, positive
+from caden.errors import CadenError, require_number, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._registry import BROADCAST, STEP, register
 
@@ -35,7 +35,7 @@ class State(NamedTuple):
 
 
 def _method(alpha: float, name: str, mix_first: bool = True, l1: float = 0.0) -> Method:
-    positive("alpha", alpha)
+    require_positive("alpha", alpha)
 
     def prox(z: Tensor) -> Tensor:
         return z.sign() * (z.abs() - alpha * l1).clamp(min=0) if l1 > 0 else z
@@ -87,7 +87,7 @@ def prox_diffusion(alpha: float = 0.3, l1: float = 1e-4) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    if number("l1", l1) < 0:
+    if require_number("l1", l1) < 0:
         raise CadenError(f"`l1` must not be negative, got {l1}.")
     return _method(alpha, "prox_diffusion", l1=l1)
 

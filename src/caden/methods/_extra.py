@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._registry import BROADCAST, STEP, register
 
@@ -45,7 +45,7 @@ def extra(alpha: float = 0.3) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("alpha", alpha)
+    require_positive("alpha", alpha)
 
     def init(x: Tensor, round: Round) -> State:
         mixed = (x + round.broadcast(x).mix()) / 2

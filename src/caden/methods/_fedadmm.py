@@ -17,7 +17,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.methods._first_order import awake
 from caden.methods._registry import PENALTY, register
 
@@ -45,7 +45,7 @@ def fedadmm(rho: float = 0.3, solver: LocalSolver | str | dict[str, Any] = "gd")
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("rho", rho)
+    require_positive("rho", rho)
     local = solvers.from_spec(solver)
 
     def init(x: Tensor, round: Round) -> State:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.methods._first_order import awake, local_descent
 from caden.methods._registry import STEP, register
 
@@ -39,7 +39,7 @@ def fedavg(alpha: float = 0.3) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 0.5)
     True
     """
-    positive("alpha", alpha)
+    require_positive("alpha", alpha)
 
     def init(x: Tensor, round: Round) -> State:
         return State(x, round.average(x))

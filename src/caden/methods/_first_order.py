@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from caden._tensor.parallel import WAYS
-from caden._tensor.rows import apart, index, pick
+from caden._tensor.parallel import AGENT_LOOPS
+from caden._tensor.rows import rows_separately, rows_where, take_rows
 from caden.core import Round
 
 
@@ -21,13 +21,13 @@ def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[T
 
 def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
     """`work[i]` steps v <- v - step (grad f_i(v) + correction_i) from x; agents with no work stay."""
-    way = WAYS["loop"] if apart() else WAYS.get(round.problem.batching)
+    way = AGENT_LOOPS["loop"] if rows_separately() else AGENT_LOOPS.get(round.problem.execution)
     if way is not None:
         return _one_by_one(way, round, x, step, correction)
     v = x
     for iteration in range(int(round.work.max())):
-        rows = index(round.work > iteration)
-        pull = round.problem.value_and_grad(pick(v, rows), rows)[1] + pick(correction, rows)
+        rows = rows_where(round.work > iteration)
+        pull = round.problem.value_and_grad(take_rows(v, rows), rows)[1] + take_rows(correction, rows)
         v = v.sub(pull, alpha=step) if rows is None else v.index_add(0, rows, pull, alpha=-step)
     return v
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import choose, positive
+from caden.errors import require_choice, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._registry import BROADCAST, STEP, register
 
@@ -46,8 +46,8 @@ def gt(alpha: float = 0.3, form: str = "atc") -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("alpha", alpha)
-    choose("form", form, ("atc", "semi_a", "semi_b", "non_atc"))
+    require_positive("alpha", alpha)
+    require_choice("form", form, ("atc", "semi_a", "semi_b", "non_atc"))
 
     def init(x: Tensor, round: Round) -> State:
         value, gradient = round.problem.value_and_grad(x)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import dot
+from caden._tensor.rows import row_dots
 from caden.core import Info, Method, Round
 from caden.curvature import smoothness
-from caden.errors import positive, whole
+from caden.errors import require_integer, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._registry import BROADCAST, register
 from caden.solvers._lbfgs import Pairs, direction, no_pairs
@@ -53,7 +53,7 @@ def gt_lbfgs(alpha: float = 0.3, eps: float = 1.0, memory: int = 10) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("alpha", alpha), positive("eps", eps), whole("memory", memory, least=1)
+    require_positive("alpha", alpha), require_positive("eps", eps), require_integer("memory", memory, least=1)
 
     def init(x: Tensor, round: Round) -> State:
         curvature = smoothness(round.problem, x) if round.curvature is None else round.curvature
@@ -72,7 +72,7 @@ def gt_lbfgs(alpha: float = 0.3, eps: float = 1.0, memory: int = 10) -> Method:
         tracker = awake(round, round.broadcast(state.tracker + change).mix(), state.tracker)
 
         s, y = (x - state.x)[rows], change[rows]
-        square, bent = eps * dot(s, s), dot(s, y)
+        square, bent = eps * row_dots(s, s), row_dots(s, y)
         moved = square > 0
         damped = torch.where(bent + square < square / 4, 0.75 * square / -bent, 1.0)
         pairs.write(rows[moved], s[moved], (damped.unsqueeze(1) * y)[moved])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.methods._first_order import local_descent
 from caden.methods._registry import BROADCAST, STEP, register
 
@@ -39,7 +39,7 @@ def kgt(alpha: float = 0.1, gamma: float = 1.0) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("alpha", alpha), positive("gamma", gamma)
+    require_positive("alpha", alpha), require_positive("gamma", gamma)
 
     def init(x: Tensor, round: Round) -> State:
         return State(x, x * 0)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.methods._first_order import local_descent
 from caden.methods._registry import BROADCAST, STEP, register
 
@@ -40,7 +40,7 @@ def led(alpha: float = 0.1, beta: float = 0.2) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("alpha", alpha), positive("beta", beta)
+    require_positive("alpha", alpha), require_positive("beta", beta)
 
     def init(x: Tensor, round: Round) -> State:
         return State(x, x * 0)

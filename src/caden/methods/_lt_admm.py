@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import CadenError, number, positive
+from caden.errors import CadenError, require_number, require_positive
 from caden.methods._first_order import local_descent
 from caden.methods._registry import STEP, register
 
@@ -48,8 +48,8 @@ def lt_admm(gamma: float = 0.1, beta: float = 0.05, rho: float = 0.3, alpha: flo
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("gamma", gamma), positive("beta", beta), positive("rho", rho)
-    if not 0 < number("alpha", alpha) < 1:
+    require_positive("gamma", gamma), require_positive("beta", beta), require_positive("rho", rho)
+    if not 0 < require_number("alpha", alpha) < 1:
         raise CadenError(f"`alpha` must lie in (0, 1), got {alpha}.")
 
     def init(x: Tensor, round: Round) -> State:

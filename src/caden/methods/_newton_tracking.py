@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.methods._dense import must_be_awake
 from caden.methods._registry import PENALTY, register
 from caden.solvers._newton import conjugate_gradients, damped_hessian
@@ -44,7 +44,7 @@ def newton_tracking(alpha: float = 1.0, eps: float = 1.0) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("alpha", alpha), positive("eps", eps)
+    require_positive("alpha", alpha), require_positive("eps", eps)
 
     def init(x: Tensor, round: Round) -> State:
         must_be_awake("newton_tracking", round)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
-from caden.errors import CadenError, number, positive
+from caden.errors import CadenError, require_number, require_positive
 from caden.methods._registry import PENALTY, RELAX, register
 
 
@@ -53,8 +53,8 @@ def radmm(rho: float = 0.1, alpha: float = 0.5, solver: LocalSolver | str | dict
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("rho", rho)
-    if not 0 < number("alpha", alpha) < 1:
+    require_positive("rho", rho)
+    if not 0 < require_number("alpha", alpha) < 1:
         raise CadenError(f"`alpha` must lie in (0, 1), got {alpha}.")
     local = solvers.from_spec(solver)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from caden.core import Method
-from caden.errors import choose
+from caden.errors import require_choice
 
 CONDITIONS = ("sleep", "links", "loss", "delay", "compression")
 BROADCAST = "sleep links compression"  # what methods survive whose awake neighbours hear the same
@@ -19,7 +19,7 @@ RELAX = [0.5, 0.7, 0.9]
 class Card(NamedTuple):
     """Facts about a method."""
 
-    check: dict[str, Any]  # parameters that suit the problem of `caden list methods --check`, whose curvature is 1
+    unit_parameters: dict[str, Any]  # parameters that suit a problem of curvature 1, such as that of `--check`
     survives: frozenset[str]  # of CONDITIONS: under these it still reaches the minimiser, if it does at all
     space: dict[str, Any]  # what `caden tune` searches
     theory: bool  # its mu_z, mu_y and relax are what `caden.theory` speaks of
@@ -31,14 +31,14 @@ CARDS: dict[str, Card] = {}
 
 
 def register(
-    check: dict[str, Any], survives: str = "", space: dict[str, Any] | None = None, theory: bool = False
+    unit_parameters: dict[str, Any], survives: str = "", space: dict[str, Any] | None = None, theory: bool = False
 ) -> Callable[[Factory], Factory]:
     """Put a factory into the register under its own name."""
 
     def decorate(factory: Factory) -> Factory:
-        named = frozenset(choose("condition", word, CONDITIONS) for word in survives.split())
+        named = frozenset(require_choice("condition", word, CONDITIONS) for word in survives.split())
         METHODS[factory.__name__] = factory
-        CARDS[factory.__name__] = Card(check, named, space or {}, theory)
+        CARDS[factory.__name__] = Card(unit_parameters, named, space or {}, theory)
         return factory
 
     return decorate

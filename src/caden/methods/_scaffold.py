@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.methods._first_order import awake, local_descent
 from caden.methods._registry import STEP, register
 
@@ -43,7 +43,7 @@ def scaffold(alpha: float = 0.3, gamma: float = 1.0) -> Method:
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("alpha", alpha), positive("gamma", gamma)
+    require_positive("alpha", alpha), require_positive("gamma", gamma)
 
     def init(x: Tensor, round: Round) -> State:
         theta = round.average(x)

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from caden import solvers
+from caden._tensor.rows import batched_mv, solve_rows
 from caden.core import Info, LocalSolver, Method, Objective, Round
 from caden.curvature import hessians
-from caden.errors import positive, whole
+from caden.errors import require_integer, require_positive
 from caden.methods._dense import must_be_awake, must_fit
 from caden.methods._gossip import chebyshev_mix, chebyshev_solve
 from caden.methods._registry import register
@@ -57,7 +58,7 @@ def tutunov(
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
-    positive("step_size", step_size), whole("exchanges", exchanges, least=1)
+    require_positive("step_size", step_size), require_integer("exchanges", exchanges, least=1)
     local = solvers.from_spec(solver)
 
     def init(x: Tensor, round: Round) -> State:
@@ -71,10 +72,10 @@ def tutunov(
         )
         k, d = x.shape
         H = hessians(round.problem, x)
-        weighted = torch.einsum("kij,kj->ki", H, x)
+        weighted = batched_mv(H, x)
         means = chebyshev_mix(round, torch.cat([H.reshape(k, d * d), weighted], dim=1), exchanges)
-        centre = torch.linalg.solve(means[:, : d * d].reshape(k, d, d), means[:, d * d :])
-        v = torch.einsum("kij,kj->ki", H, x - centre)
+        centre = solve_rows(means[:, : d * d].reshape(k, d, d), means[:, d * d :])
+        v = batched_mv(H, x - centre)
         multiplier = state.multiplier + step_size * chebyshev_solve(round, v, exchanges)
         return State(x, multiplier, round.broadcast(multiplier).laplacian(), memory), info
 

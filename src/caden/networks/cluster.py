@@ -189,7 +189,7 @@ class Ranks(Transport):
     def _rows_of(self, agents: Tensor) -> list[int]:
         return [self._row_of[agent] for agent in agents.tolist()]
 
-    def share(self, rows: Tensor, active: Tensor) -> Tensor:
+    def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         known = rows.new_zeros(len(self._layout.rows), rows.shape[1])
         known[: len(rows)] = rows
         wanted = {other: agents[active[agents]] for other, agents in self._in.items()}
@@ -200,7 +200,7 @@ class Ranks(Transport):
             known[self._rows_of(agents)] = incoming[other]
         return known
 
-    def swap(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+    def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
         received = self._layout.reverse(arcs)
         outgoing = {o: arcs[mine[active[self._speaker[mine]]]].contiguous() for o, mine in self._cut.items()}
         into = {o: mine[active[self._peer[mine]]] for o, mine in self._cut.items()}

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caden.errors import CadenError, choose, number, whole
+from caden.errors import CadenError, require_choice, require_integer, require_number
 from caden.networks.layout import Layout
 from caden.schedules import Draw
 
@@ -42,15 +42,15 @@ class Messages(NamedTuple):
         """Checked."""
         if isinstance(spec, Mapping):
             for key in spec:
-                choose("key", f"messages.{key}", [f"messages.{field}" for field in cls._fields])
+                require_choice("key", f"messages.{key}", [f"messages.{field}" for field in cls._fields])
             spec = cls(**spec)
         spec = spec or cls()
-        if not 0 <= number("messages.loss", spec.loss) < 1:
+        if not 0 <= require_number("messages.loss", spec.loss) < 1:
             raise CadenError(f"`messages.loss` must lie in [0, 1), got {spec.loss}.")
-        whole("messages.burst", spec.burst, least=1), whole("messages.delay", spec.delay)
-        if spec.top is not None and not 0 < number("messages.top", spec.top) <= 1:
+        require_integer("messages.burst", spec.burst, least=1), require_integer("messages.delay", spec.delay)
+        if spec.top is not None and not 0 < require_number("messages.top", spec.top) <= 1:
             raise CadenError(f"`messages.top` must lie in (0, 1], got {spec.top}.")
-        if spec.bits is not None and not 2 <= whole("messages.bits", spec.bits) <= 16:
+        if spec.bits is not None and not 2 <= require_integer("messages.bits", spec.bits) <= 16:
             raise CadenError(f"`messages.bits` must lie in 2..16, got {spec.bits}.")
         if spec.top is not None and spec.bits is not None:
             raise CadenError("`messages.top` and `messages.bits` are two ways to compress: choose one.")
@@ -105,7 +105,7 @@ class Messages(NamedTuple):
         return max(1, round(float(self.top or 0) * width))
 
 
-class Post:
+class Delivery:
     """Messages on their way over the arcs that a process holds: lost, late or compressed, as the model says."""
 
     def __init__(self, model: Messages, draw: Draw, layout: Layout):
@@ -128,7 +128,7 @@ class Post:
         return public, size
 
     def deliver(
-        self, channel: str, number: int, index: int, messages: Tensor, spoke: Tensor, before: Tensor
+        self, channel: str, exchange: int, index: int, messages: Tensor, spoke: Tensor, before: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Arc by arc: the newest message that its owner has, and whether one came in this round.
 
@@ -137,12 +137,12 @@ class Post:
         if index < 0:
             self.known[channel] = messages
             return messages, spoke
-        through = spoke & self.model.arrives(self._draw, index, number, self._total)[self._arcs].to(spoke.device)
+        through = spoke & self.model.arrives(self._draw, index, exchange, self._total)[self._arcs].to(spoke.device)
         known = self.known.get(channel, before)
         if self.model.delay == 0:
             self.known[channel] = torch.where(through, messages, known)
             return self.known[channel], through
-        late = self.model.takes(self._draw, index, number, self._total)[self._arcs].to(spoke.device)
+        late = self.model.takes(self._draw, index, exchange, self._total)[self._arcs].to(spoke.device)
         self.known[channel], came = self._queue(channel, index, messages, torch.where(through, index + late, -1), known)
         return self.known[channel], came
 

@@ -15,7 +15,7 @@ from caden.errors import CadenError
 from caden.graphs import Graph
 from caden.networks.heard import HeardArcs, HeardRows
 from caden.networks.layout import Layout
-from caden.networks.messages import Messages, Post
+from caden.networks.messages import Delivery, Messages
 from caden.networks.transport import Memory, Transport
 from caden.schedules import Draw, Links
 
@@ -40,7 +40,7 @@ class Network:
         if graph.agents < 2:
             raise CadenError("A network needs at least 2 agents.")
         self.graph, self.draw, self.links = graph, draw, links
-        self.post = Post(messages or Messages(), draw, self.layout)
+        self.post = Delivery(messages or Messages(), draw, self.layout)
         if links is not None and self.post.model.compressed:
             raise CadenError("Compressed differences must all arrive: without `links`.")
         self.transport.connect(self.layout)
@@ -54,7 +54,7 @@ class Network:
         whole, rest = divmod(self.numbers_sent, self._dim)
         return whole if rest == 0 else self.numbers_sent / self._dim
 
-    def _meet(self, index: int, awake: Tensor) -> tuple[Edges, int]:
+    def _edges_of_round(self, index: int, awake: Tensor) -> tuple[Edges, int]:
         """The edges of a round in which the agents `awake` (m, 1) take part, and how many ends of edges speak."""
         layout = self.layout
         both = awake[layout.ends]  # (2, |E|, 1)
@@ -66,11 +66,13 @@ class Network:
         elsewhere = len(layout.rows) - layout.agents
         first, second = both[:, layout.edges]
         edges = Edges(layout.first, layout.second, first, second, layout.agents, degree[layout.rows], elsewhere)
-        return edges, len(layout.edges) if self.transport.alone else int(both.sum())
+        return edges, len(layout.edges) if self.transport.sees_only_itself else int(both.sum())
 
     @cached_property
-    def _all_meet(self) -> tuple[Edges, int]:
-        return self._meet(-1, torch.ones(self.graph.agents, 1, dtype=torch.bool, device=self.layout.ends.device))
+    def _edges_all_awake(self) -> tuple[Edges, int]:
+        return self._edges_of_round(
+            -1, torch.ones(self.graph.agents, 1, dtype=torch.bool, device=self.layout.ends.device)
+        )
 
     def round(
         self, index: int, active: Tensor, work: Tensor, problem: Problem, curvature: Tensor | None = None
@@ -78,8 +80,8 @@ class Network:
         """The context of one round; `active` (m,) bool, `work` (m,)."""
         everyone = bool(active.all())
         everybody = active.to(problem.device).unsqueeze(1)  # (m, 1)
-        edges, sending = self._meet(index, everybody) if self.links or not everyone else self._all_meet
-        self.transport.enter(index)
+        edges, sending = self._edges_of_round(index, everybody) if self.links or not everyone else self._edges_all_awake
+        self.transport.begin_round(index)
         on = _Operators(self, index, active, everyone, everybody[self.layout.rows], edges, sending)
         degree, awake = self._degree, int(active.sum())
         if absent := self.transport.absent():
@@ -150,7 +152,7 @@ class _Operators:
         turn, network, model = self._turn(), self._network, self._post.model
         channel = f"broadcast{turn}"
         public = self._encode(channel, rows, self.awake)
-        fresh = self._transport.share(public, self._active)
+        fresh = self._transport.share_rows(public, self._active)
         if model.unreliable or network.links is not None:
             return self._by_arc(channel, turn, rows, fresh)
         elsewhere = network.layout.agents < len(fresh)
@@ -173,7 +175,7 @@ class _Operators:
     def exchange(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         turn, edges = self._turn(), self._edges
         messages = self._encode(f"exchange{turn}", messages, torch.cat([edges.awake_first, edges.awake_second]))
-        received, came = self._transport.swap(messages, self._active)
+        received, came = self._transport.exchange_arcs(messages, self._active)
         if came is None:
             came = torch.cat([edges.awake_second, edges.awake_first])  # (2e, 1) at each arc's owner: its peer speaks
         if not self._post.model.unreliable:

@@ -14,7 +14,9 @@ class Transport(Protocol):
 
     rank: int = 0  # of this process; the first one measures, writes and speaks
     world: int = 1  # how many processes work as one run
-    alone: bool = False  # True: nobody here knows who is awake elsewhere, and only what this process sends is counted
+    sees_only_itself: bool = (
+        False  # True: nobody here knows who is awake elsewhere, and only what this process sends is counted
+    )
     wire_bytes: int = 0  # what this process has sent to others
 
     def hosts(self, graph: Graph) -> list[int] | None:
@@ -23,14 +25,14 @@ class Transport(Protocol):
     def connect(self, layout: Layout) -> None:
         """Called once, before anything is sent."""
 
-    def enter(self, index: int) -> None:
+    def begin_round(self, index: int) -> None:
         """A round begins."""
         return
 
-    def share(self, rows: Tensor, active: Tensor) -> Tensor:
+    def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         """(k, d) hosted rows -> (rows of the layout, d), with what awake agents of other processes sent."""
 
-    def swap(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+    def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
         """(2e, d) what each arc's owner sends -> what its peer sent, and where it came (None: from all awake)."""
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -65,10 +67,10 @@ class Memory(Transport):
     def connect(self, layout: Layout) -> None:
         self._layout = layout
 
-    def share(self, rows: Tensor, active: Tensor) -> Tensor:
+    def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         return rows
 
-    def swap(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+    def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
         return self._layout.reverse(arcs), None
 
     def gather(self, rows: Tensor) -> Tensor:

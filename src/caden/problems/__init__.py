@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from caden import data as datasets
-from caden.errors import CadenError, whole
+from caden.errors import CadenError, require_integer
 from caden.problems._functions import functions as functions
 from caden.problems._logistic import logistic as logistic
 from caden.problems._module import Module
@@ -25,7 +25,7 @@ def _classification_by_name(
     agents: int = 20,
     partition: str | dict[str, Any] = "iid",
     weight: str = "agents",
-    batching: str = "auto",
+    execution: str = "auto",
     samples: int | None = None,
     test_samples: int | None = None,
     validation: int = 0,
@@ -33,7 +33,7 @@ def _classification_by_name(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     hosted: list[int] | None = None,
-    batch: int | None = None,
+    batch_size: int | None = None,
 ) -> Module:
     """`classification` on a named data set, with the paper's network or a linear model; what TOML files use.
 
@@ -41,15 +41,15 @@ def _classification_by_name(
     and measures on those instead of on the test set.
     """
     train, test = datasets.load(data)
-    if whole("validation", validation) >= len(train[0]):
+    if require_integer("validation", validation) >= len(train[0]):
         raise CadenError(f"`validation` is {validation} but {data} has {len(train[0])} training samples.")
     if validation:
         test = (train[0][-validation:], train[1][-validation:])
         train = (train[0][:-validation], train[1][:-validation])
     train, test = _first("samples", train, samples), _first("test_samples", test, test_samples)
-    common = {"weight": weight, "batching": batching, "seed": seed, "dtype": dtype, "device": device}
+    common = {"weight": weight, "execution": execution, "seed": seed, "dtype": dtype, "device": device}
     network = _network(model, train, hidden, seed)
-    return classification(network, train, test, agents, partition, hosted=hosted, batch=batch, **common)  # type: ignore
+    return classification(network, train, test, agents, partition, hosted=hosted, batch_size=batch_size, **common)  # type: ignore
 
 
 def _network(
@@ -83,7 +83,7 @@ def _first(name: str, data: tuple[Tensor, Tensor], count: int | None) -> tuple[T
     """The first `count` samples; all of them for None."""
     if count is None:
         return data
-    if whole(name, count, least=1) > len(data[0]):
+    if require_integer(name, count, least=1) > len(data[0]):
         raise CadenError(f"`{name}` is {count} but there are only {len(data[0])} samples.")
     return data[0][:count], data[1][:count]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import listed
+from caden._tensor.rows import row_numbers
 from caden.core import Problem
-from caden.errors import CadenError, whole
+from caden.errors import CadenError, require_integer
 
 Function = Callable[[Tensor], Tensor]
 
@@ -23,12 +23,12 @@ class Functions(Problem):
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         points = [row.detach().requires_grad_() for row in x]
-        values = [self.functions[i](point) for i, point in zip(listed(rows, self.agents), points, strict=True)]
+        values = [self.functions[i](point) for i, point in zip(row_numbers(rows, self.agents), points, strict=True)]
         gradients = [torch.autograd.grad(value, point)[0] for value, point in zip(values, points)]
         return torch.stack(values).detach(), torch.stack(gradients)
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        pairs = zip(listed(rows, self.agents), x, v, strict=True)
+        pairs = zip(row_numbers(rows, self.agents), x, v, strict=True)
         hvp = torch.autograd.functional.hvp
         products = [hvp(self.functions[i], row, u)[1] for i, row, u in pairs]  # type: ignore[no-untyped-call]
         return torch.stack(products)
@@ -48,4 +48,4 @@ def functions(
     """
     if not functions or not all(callable(f) for f in functions):
         raise CadenError("`functions` must be a non-empty sequence of functions, one per agent.")
-    return Functions(functions, whole("dim", dim, least=1), dtype, torch.device(device))
+    return Functions(functions, require_integer("dim", dim, least=1), dtype, torch.device(device))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from caden._tensor.parallel import WAYS
-from caden._tensor.rows import apart, dot, listed, pick, times, window
+from caden._tensor.parallel import AGENT_LOOPS
+from caden._tensor.rows import aligned, batched_mv, row_dots, row_numbers, rows_separately, take_rows, view_rows
 from caden.core import Problem
-from caden.errors import CadenError, choose, number, whole
+from caden.errors import CadenError, require_choice, require_integer, require_number
 
 _LARGE = 1 << 17  # numbers of an agent's data from which on it pays to read them agent by agent
 
@@ -23,18 +23,18 @@ class Logistic(Problem):
     Shards of unequal size are padded with samples of weight zero.
     """
 
-    def __init__(self, signed: Tensor, share: Tensor, alpha: float, l2: float, batching: str):
+    def __init__(self, signed: Tensor, share: Tensor, alpha: float, l2: float, execution: str):
         self.signed, self.share = signed, share  # (m, n, d) label times features; (m, n) 1/n_i or 0
         self.alpha, self.l2 = alpha, l2
         self.agents, _, self.dim = signed.shape
         self.dtype, self.device = signed.dtype, signed.device
-        choose("batching", batching, ("auto", "bmm", "loop", "turns"))
-        self.batching = ("turns" if signed[0].numel() >= _LARGE else "bmm") if batching == "auto" else batching
+        require_choice("execution", execution, ("auto", "bmm", "loop", "turns"))
+        self.execution = ("turns" if signed[0].numel() >= _LARGE else "bmm") if execution == "auto" else execution
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        value, gradient = self._losses(x, rows, self.batching)
+        value, gradient = self._losses(x, rows, self.execution)
         if self.l2:
-            value += self.l2 / 2 * dot(x, x)
+            value += self.l2 / 2 * row_dots(x, x)
             gradient.add_(x, alpha=self.l2)
         if self.alpha:
             square = x * x
@@ -45,39 +45,39 @@ class Logistic(Problem):
 
     def _losses(self, x: Tensor, rows: Tensor | None, way: str) -> tuple[Tensor, Tensor]:
         """The data's part of the values and gradients; agent by agent, each one's data are read while in the cache."""
-        if way == "bmm" and not apart():
-            return _loss(window(self.signed, rows), pick(self.share, rows), x)
-        at = listed(rows, self.agents)
+        if way == "bmm" and not rows_separately():
+            return _loss(view_rows(self.signed, rows), take_rows(self.share, rows), x)
+        at = row_numbers(rows, self.agents)
         value, gradient = x.new_empty(len(at)), torch.empty_like(x)
 
         def one(a: int) -> None:
-            value[a], gradient[a] = _loss(self.signed[at[a]], self.share[at[a]], x[a])
+            value[a], gradient[a] = _loss(*map(aligned, (self.signed[at[a]], self.share[at[a]], x[a])))
 
-        WAYS.get(way, WAYS["loop"])(one, range(len(at)))
+        AGENT_LOOPS.get(way, AGENT_LOOPS["loop"])(one, range(len(at)))
         return value, gradient
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        if apart() and len(x) > 1:
-            at = torch.tensor(listed(rows, self.agents))
+        if rows_separately() and len(x) > 1:
+            at = torch.tensor(row_numbers(rows, self.agents))
             return torch.cat([self.hvp(x[a : a + 1], v[a : a + 1], at[a : a + 1]) for a in range(len(x))])
-        data = window(self.signed, rows)
-        slope = torch.sigmoid(times(data, x))
+        data = view_rows(self.signed, rows)
+        slope = torch.sigmoid(batched_mv(data, x))
         square = x * x
         curved = 2 * self.alpha * (1 - 3 * square) / (1 + square) ** 3 + self.l2
-        return times(data.mT, pick(self.share, rows) * slope * (1 - slope) * times(data, v)) + curved * v
+        return batched_mv(data.mT, take_rows(self.share, rows) * slope * (1 - slope) * batched_mv(data, v)) + curved * v
 
     def take(self, agents: list[int]) -> Logistic:
-        return Logistic(self.signed[agents], self.share[agents], self.alpha, self.l2, self.batching)
+        return Logistic(self.signed[agents], self.share[agents], self.alpha, self.l2, self.execution)
 
     def evaluate(self, x: Tensor) -> dict[str, Tensor]:
-        right = (times(self.signed, x) > 0).to(self.dtype)
+        right = (batched_mv(self.signed, x) > 0).to(self.dtype)
         return {"accuracy": (self.share * right).sum(1)}
 
 
 def _loss(data: Tensor, share: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """sum of share log(1 + exp(-data x)), and its gradient; of one agent, or of many in a leading dimension."""
-    against = -times(data, x)
-    return torch.linalg.vecdot(share, softplus(against)), times(data.mT, -share * torch.sigmoid(against))
+    against = -batched_mv(data, x)
+    return torch.linalg.vecdot(share, softplus(against)), batched_mv(data.mT, -share * torch.sigmoid(against))
 
 
 def logistic(
@@ -89,7 +89,7 @@ def logistic(
     l2: float = 0.0,
     features: Sequence[Any] | None = None,
     labels: Sequence[Any] | None = None,
-    batching: str = "auto",
+    execution: str = "auto",
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Logistic:
@@ -99,21 +99,25 @@ def logistic(
         agents, dim, samples, seed: size and seed of the random data (each agent has its own distribution).
         alpha: weight of the non-convex regulariser; l2: weight of |x|^2/2.
         features, labels: instead of random data, one (n_i, d) and one (n_i,) array of -1/+1 (or 0/1) per agent.
-        batching: "bmm" (all agents in one product), "loop" (an agent a thread), "turns" (agent after agent, all threads
-            for each) or "auto" (by the size of an agent's data).
+        execution: "bmm" (all agents in one product), "loop" (one agent per thread), "turns" (one agent at a time, on
+            all threads) or "auto" (chosen by the size of an agent's data).
 
     `accuracy` in the history is that of the training data.
 
     >>> logistic(agents=4, dim=3).value_and_grad(torch.zeros(4, 3, dtype=torch.float64))[0]
     tensor([0.6931, 0.6931, 0.6931, 0.6931], dtype=torch.float64)
     """
-    if number("alpha", alpha) < 0 or number("l2", l2) < 0:
+    if require_number("alpha", alpha) < 0 or require_number("l2", l2) < 0:
         raise CadenError(f"`alpha` and `l2` must not be negative, got {alpha} and {l2}.")
     if (features is None) != (labels is None):
         raise CadenError("`features` and `labels` go together.")
     if features is None or labels is None:
-        whole("agents", agents, least=1), whole("dim", dim, least=1), whole("samples", samples, least=1)
-        generator = torch.Generator().manual_seed(whole("seed", seed))
+        (
+            require_integer("agents", agents, least=1),
+            require_integer("dim", dim, least=1),
+            require_integer("samples", samples, least=1),
+        )
+        generator = torch.Generator().manual_seed(require_integer("seed", seed))
         truth = torch.randn(dim, generator=generator, dtype=torch.float64)
         shift = torch.randn(agents, 1, dim, generator=generator, dtype=torch.float64)
         a = torch.randn(agents, samples, dim, generator=generator, dtype=torch.float64) + shift / 2
@@ -131,4 +135,4 @@ def logistic(
         [torch.cat([a * b[:, None], a.new_zeros(longest - len(a), a.shape[1])]) for a, b in zip(shards, signs)]
     )
     share = torch.stack([(torch.arange(longest, device=device) < len(a)).to(dtype) / len(a) for a in shards])
-    return Logistic(signed, share, alpha, l2, batching)
+    return Logistic(signed, share, alpha, l2, execution)

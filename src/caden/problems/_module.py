@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import cross_entropy, mse_loss
 
-from caden._tensor.parallel import each
-from caden._tensor.rows import apart, listed, pick
+from caden._tensor.parallel import run_in_threads
+from caden._tensor.rows import aligned, row_numbers, rows_separately, take_rows
 from caden.core import Problem
 from caden.data import Partition, partition_from_spec
-from caden.errors import CadenError, choose, whole
+from caden.errors import CadenError, require_choice, require_integer
 from caden.schedules import Draw
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -43,12 +43,12 @@ class Module(Problem):
         loss: Loss,
         metrics: dict[str, Loss],
         scale: Tensor,
-        batching: str,
-        batch: int | None = None,
+        execution: str,
+        batch_size: int | None = None,
         seed: int = 0,
         ids: list[int] | None = None,
     ):
-        self.batch, self.seed, self.stochastic = batch, seed, False
+        self.batch_size, self.seed, self.stochastic = batch_size, seed, False
         self.ids = list(range(len(shards))) if ids is None else ids  # which agents of the whole problem these are
         self.model, self.test, self.loss, self.metrics, self.scale = model, test, loss, metrics, scale
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}  # frozen ones stay as they are
@@ -61,10 +61,10 @@ class Module(Problem):
         self._stack(shards)
         self._unscaled = bool((scale == 1).all())
         self._local = threading.local()  # functional_call swaps parameters in place: a copy of the model per thread
-        self._check()
+        self._require_deterministic_model()
         self.chunk = self._samples_per_call()
-        choose("batching", batching, ("auto", "loop", "vmap"))
-        self.batching = self._way() if batching == "auto" else batching
+        require_choice("execution", execution, ("auto", "loop", "vmap"))
+        self.execution = self._way() if execution == "auto" else execution
 
     def _stack(self, shards: list[tuple[Tensor, Tensor]]) -> None:
         """Shards of one size are stacked, so that they can be evaluated in one batched call."""
@@ -78,20 +78,20 @@ class Module(Problem):
                 self.shards[i] = (inputs[place], targets[place])
 
     def at(self, round: int) -> Module:
-        """The functions of a round: `batch` samples of each shard, a pure function of (seed, round, agent)."""
-        if self.batch is None:
+        """The functions of a round: `batch_size` samples of each shard, a pure function of (seed, round, agent)."""
+        if self.batch_size is None:
             return self
         shards = []
         for agent, (x, y) in zip(self.ids, self.shards):
             chance = Draw(self.seed, 1).uniform(f"batch/{agent}", round, len(x))
-            chosen = torch.from_numpy(np.sort(np.argsort(chance)[: self.batch])).to(x.device)
+            chosen = torch.from_numpy(np.sort(np.argsort(chance)[: self.batch_size])).to(x.device)
             shards.append((x[chosen], y[chosen]))
         view = copy.copy(self)
         view._stack(shards)
         view.stochastic = True
         return view
 
-    def _check(self) -> None:
+    def _require_deterministic_model(self) -> None:
         """f_i must be a function of the parameters: no randomness, no state that changes in the forward pass."""
         x, y = (part[:8] for part in self.shards[0])
         trial = copy.deepcopy(self.model)
@@ -139,8 +139,8 @@ class Module(Problem):
         if self.loss not in (cross_entropy, mse_loss) or len(x) < 4:
             return whole_shard
         with torch.no_grad():
-            together, apart = self.model(x[:4]), torch.cat([self.model(x[:2]), self.model(x[2:4])])
-        if not torch.allclose(together, apart, rtol=1e-3, atol=1e-5):
+            together, in_halves = self.model(x[:4]), torch.cat([self.model(x[:2]), self.model(x[2:4])])
+        if not torch.allclose(together, in_halves, rtol=1e-3, atol=1e-5):
             return whole_shard  # a layer couples the samples of a batch
         return min(whole_shard, max(64, _CHUNK // (x[0].numel() * x.element_size())))
 
@@ -156,22 +156,22 @@ class Module(Problem):
         return model
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._evaluate_with(self.batching, x, rows)
+        return self._evaluate_with(self.execution, x, rows)
 
     def _evaluate_with(self, way: str, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        at = listed(rows, self.agents)
+        at = row_numbers(rows, self.agents)
         value, gradient = x.new_empty(len(at)), torch.empty_like(x)
-        if way == "vmap" and not apart():
+        if way == "vmap" and not rows_separately():
             self._batched(x, at, value, gradient)
         else:
-            each(lambda a: self._one(x[a], at[a], value[a], gradient[a]), range(len(at)))
-        scale = pick(self.scale, rows)
+            run_in_threads(lambda a: self._one(x[a], at[a], value[a], gradient[a]), range(len(at)))
+        scale = take_rows(self.scale, rows)
         return value.mul_(scale), gradient if self._unscaled else gradient.mul_(scale[:, None])
 
     def _one(self, row: Tensor, agent: int, value: Tensor, gradient: Tensor) -> None:
         """Value and gradient of one agent, written into the given places."""
-        inputs, targets = self.shards[agent]
-        parameters = {n: p.detach().requires_grad_() for n, p in self._views(row).items()}
+        inputs, targets = map(aligned, self.shards[agent])
+        parameters = {n: p.detach().requires_grad_() for n, p in self._views(aligned(row)).items()}
         out = list(self._views(gradient).values())
         model, count = self._model(), len(inputs)
         value.zero_()
@@ -210,9 +210,9 @@ class Module(Problem):
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         out = torch.empty_like(x)
-        for a, agent in enumerate(listed(rows, self.agents)):
-            inputs, targets = self.shards[agent]
-            row = x[a].detach().requires_grad_()
+        for a, agent in enumerate(row_numbers(rows, self.agents)):
+            inputs, targets = map(aligned, self.shards[agent])
+            row = aligned(x[a]).detach().requires_grad_()
             with torch.enable_grad():
                 loss = self.loss(functional_call(self.model, self._views(row), (inputs,)), targets)
                 slope = torch.autograd.grad(loss, row, create_graph=True)[0]
@@ -221,8 +221,8 @@ class Module(Problem):
 
     def take(self, agents: list[int]) -> Module:
         shards, ids = [self.shards[i] for i in agents], [self.ids[i] for i in agents]
-        common = (self.test, self.loss, self.metrics, self.scale[agents], self.batching)
-        return Module(self.model, shards, *common, self.batch, self.seed, ids)
+        common = (self.test, self.loss, self.metrics, self.scale[agents], self.execution)
+        return Module(self.model, shards, *common, self.batch_size, self.seed, ids)
 
     def evaluate(self, x: Tensor) -> dict[str, Tensor]:
         """The metrics of each row's model on the test data."""
@@ -237,7 +237,7 @@ class Module(Problem):
                 for name, metric in self.metrics.items():
                     found[name][i] = metric(output, targets)
 
-        each(one, range(len(x)))
+        run_in_threads(one, range(len(x)))
         return found
 
     def module(self, vector: Tensor) -> nn.Module:
@@ -274,12 +274,12 @@ def classification(
     loss: Loss = cross_entropy,
     metrics: dict[str, Loss] | None = None,
     weight: str = "agents",
-    batching: str = "auto",
+    execution: str = "auto",
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     hosted: list[int] | None = None,
-    batch: int | None = None,
+    batch_size: int | None = None,
 ) -> Module:
     """Train `model` over agents that each hold a shard of `train`; the model's own parameters are the start.
 
@@ -291,17 +291,17 @@ def classification(
             (labels, agents, seed) -> index arrays, or the index arrays themselves.
         loss: (output, target) -> mean over the samples. metrics: name -> (output, target) -> number on the test data.
         weight: "agents" counts every agent alike, "samples" every sample.
-        batching: gradients by a "loop" over agents, by "vmap", or "auto": which of them the shapes suggest.
+        execution: gradients by a "loop" over agents, by "vmap", or "auto": which of them the shapes suggest.
         hosted: keep only these agents' shards.
-        batch: in each round, every agent works on so many of its samples, drawn anew; all of them for None.
+        batch_size: in each round, every agent works on so many of its samples, drawn anew; all of them for None.
 
     >>> model = nn.Linear(2, 2)
     >>> problem = classification(model, (torch.randn(9, 2), torch.randint(2, (9,))), agents=4)
     >>> problem.agents, problem.dim, [len(x) for x, _ in problem.shards]
     (4, 6, [3, 2, 2, 2])
     """
-    whole("agents", agents, least=1)
-    choose("weight", weight, ("agents", "samples"))
+    require_integer("agents", agents, least=1)
+    require_choice("weight", weight, ("agents", "samples"))
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
         raise CadenError("`model` must be an nn.Module with parameters to train.")
     inputs, targets = _tensors(train, "train", dtype, device)
@@ -318,15 +318,15 @@ def classification(
         metrics = {"accuracy": accuracy} if not targets.is_floating_point() else {}
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     scale = counts * agents / counts.sum() if weight == "samples" else torch.ones_like(counts)
-    if batch is not None:
-        whole("batch", batch, least=1)
-    common = (held_out, loss, metrics, scale[mine].to(device, dtype), batching)
-    return Module(model, shards, *common, batch, seed, mine)
+    if batch_size is not None:
+        require_integer("batch_size", batch_size, least=1)
+    common = (held_out, loss, metrics, scale[mine].to(device, dtype), execution)
+    return Module(model, shards, *common, batch_size, seed, mine)
 
 
 def mlp(inputs: int, outputs: int, hidden: int = 128, seed: int = 0) -> nn.Sequential:
     """The paper's network: two fully connected layers without biases, ReLU between them."""
-    whole("hidden", hidden, least=1)
+    require_integer("hidden", hidden, least=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import dot, pick, times, window
+from caden._tensor.rows import batched_mv, row_dots, take_rows, view_rows
 from caden.core import Problem
-from caden.errors import CadenError, positive, whole
+from caden.errors import CadenError, require_integer, require_positive
 
 
 class Quadratic(Problem):
@@ -29,12 +29,12 @@ class Quadratic(Problem):
         return minimiser
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        linear = pick(self.linear, rows)
+        linear = take_rows(self.linear, rows)
         product = self.hvp(x, x, rows)
-        return dot(x, product / 2 - linear), product - linear
+        return row_dots(x, product / 2 - linear), product - linear
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        return times(window(self.hessian, rows), v)
+        return batched_mv(view_rows(self.hessian, rows), v)
 
     def take(self, agents: list[int]) -> Quadratic:
         return Quadratic(self.hessian[agents], self.linear[agents])
@@ -67,8 +67,8 @@ def quadratic(
     >>> quadratic(agents=3, dim=2).solution.shape
     torch.Size([2])
     """
-    whole("agents", agents, least=1), whole("dim", dim, least=1), whole("seed", seed)
-    if positive("condition", condition) < 1:
+    require_integer("agents", agents, least=1), require_integer("dim", dim, least=1), require_integer("seed", seed)
+    if require_positive("condition", condition) < 1:
         raise CadenError(f"`condition` must be at least 1, got {condition}.")
     generator = torch.Generator().manual_seed(seed)
     basis = torch.linalg.qr(torch.randn(agents, dim, dim, generator=generator, dtype=torch.float64))[0]

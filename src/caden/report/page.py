@@ -9,7 +9,7 @@ import numpy as np
 
 from caden.engine.columns import AXES, MEASURES
 from caden.engine.figures import Figure, style, write_figure
-from caden.engine.history import plain
+from caden.engine.history import jsonable
 from caden.errors import CadenError
 from caden.graphs import Graph
 from caden.report.model import Report, Section, Table
@@ -58,7 +58,7 @@ def html(report: Report) -> str:
 
 def _json(value: Any) -> str:
     """JSON that may stand inside a script element."""
-    return json.dumps(plain(value), separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(jsonable(value), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _numbers(values: np.ndarray | None) -> list[float] | None:

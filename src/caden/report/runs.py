@@ -47,7 +47,7 @@ _NOT_SAID = (
     "seed",
     "problem.seed",
     "graph.seed",
-    "problem.batching",
+    "problem.execution",
     "checkpoint_every",
     "record_every",
     "target",
@@ -78,7 +78,7 @@ def of_runs(records: Sequence[Record], title: str, command: str = "") -> Report:
     tables = [results("results", "What the runs reached", runs)]
     drawn = figures(lines, targets[0] if targets else None)
     sections = [Section("Results", [], drawn, tables), Section("Parameters", [], [], [parameters(runs)])]
-    return Report(title, summary(runs), sections, graph_of(records[0]), about(records, command))
+    return Report(title, summary(runs), sections, graph_of(records[0]), provenance(records, command))
 
 
 def summary(runs: Runs) -> list[str]:
@@ -160,7 +160,7 @@ def graph_of(record: Record) -> Graph | None:
     return graph
 
 
-def about(records: Sequence[Record], command: str) -> dict[str, str]:
+def provenance(records: Sequence[Record], command: str) -> dict[str, str]:
     """Versions, machine and command."""
     versions = {k: v for k, v in records[0].versions.items() if k != "seed"}
     different = any({k: v for k, v in r.versions.items() if k != "seed"} != versions for r in records)

@@ -11,7 +11,7 @@ import pandas as pd
 from caden.engine.figures import Figure
 from caden.engine.history import Record
 from caden.engine.warmup import start_point
-from caden.report import Report, Section, Table, about, graph_of, parameters, results, running_mean
+from caden.report import Report, Section, Table, graph_of, parameters, provenance, results, running_mean
 from caden.reproduce._plan import METHODS, PUBLISHED, RIVALS, Plan
 
 PARTS = {
@@ -76,7 +76,7 @@ def build(plan: Plan, parts: Sequence[str], command: str) -> Report:
     summary: list[str] = []
     sections = [section for part in parts for section in _SECTIONS[part](plan, summary)]
     records, title = plan.records, "CADEN: the paper's experiments and more"
-    return Report(title, summary, sections, graph_of(records[0]), about(records, command))
+    return Report(title, summary, sections, graph_of(records[0]), provenance(records, command))
 
 
 def _command(plan: Plan, part: str) -> str:

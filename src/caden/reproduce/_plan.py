@@ -25,7 +25,7 @@ from caden.curvature import descend
 from caden.engine.history import Record
 from caden.engine.warmup import start_point
 from caden.experiments.config import Experiment, experiment
-from caden.experiments.store import Store, digest
+from caden.experiments.store import RunStore, digest
 from caden.experiments.tune import Tuned, tune
 
 MEAN_DEGREE = 2 * 37 / 20
@@ -87,7 +87,7 @@ QUICK = Scale(  # a tenth of the data and of the rounds, a quarter of the hidden
 class Plan:
     """The parts of the reproduction; each gives {name: record} and asks the store for what it needs."""
 
-    def __init__(self, store: Store, scale: Scale = FULL):
+    def __init__(self, store: RunStore, scale: Scale = FULL):
         self.store, self.scale = store, scale
         self._tuned: dict[str, Tuned] = {}
 

@@ -3,36 +3,36 @@
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import index, pick
+from caden._tensor.rows import rows_where, take_rows
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
-from caden.errors import CadenError, number, positive
+from caden.errors import CadenError, require_number, require_positive
 from caden.solvers._iterate import Iterate, Memory, start
 
 
-def adam(step: float = 5e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> LocalSolver:
-    """`work[i]` Adam steps on each subproblem; `step` is the learning rate.
+def adam(step_size: float = 5e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> LocalSolver:
+    """`work[i]` Adam steps on each subproblem; `step_size` is the learning rate.
 
     ``methods.caden(mu_z=2 * rho, growth=1.0003, solver=adam())`` is the fair counterpart of DiNNO.
     """
-    positive("step", step), positive("eps", eps)
-    if not (0 <= number("beta1", beta1) < 1 and 0 <= number("beta2", beta2) < 1):
+    require_positive("step_size", step_size), require_positive("eps", eps)
+    if not (0 <= require_number("beta1", beta1) < 1 and 0 <= require_number("beta2", beta2) < 1):
         raise CadenError(f"`beta1` and `beta2` must lie in [0, 1), got {beta1} and {beta2}.")
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
         now = Iterate(objective, x, memory, work)
         first, second = torch.zeros_like(x), torch.zeros_like(x)
         for iteration in range(int(work.max())):
-            rows = index(work > iteration)
+            rows = rows_where(work > iteration)
             g = now.full_gradient(rows)
-            mean = pick(first, rows).mul(beta1).add_(g, alpha=1 - beta1)
-            square = pick(second, rows).mul(beta2).addcmul_(g, g, value=1 - beta2)
+            mean = take_rows(first, rows).mul(beta1).add_(g, alpha=1 - beta1)
+            square = take_rows(second, rows).mul(beta2).addcmul_(g, g, value=1 - beta2)
             if rows is None:
                 first, second = mean, square
             else:
                 first[rows], second[rows] = mean, square
             scale = (square / (1 - beta2 ** (iteration + 1))).sqrt_().add_(eps)
-            p = -step / (1 - beta1 ** (iteration + 1)) * mean / scale
-            now.move(rows, now.look(rows, p), p)
+            p = -step_size / (1 - beta1 ** (iteration + 1)) * mean / scale
+            now.move(rows, now.evaluate(rows, p), p)
         return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
 
     def init(problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:

@@ -6,38 +6,38 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import index, pick
+from caden._tensor.rows import rows_where, take_rows
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.solvers._gd import gd
 from caden.solvers._iterate import Iterate, Memory
 
 
-def agd(step: float | None = None) -> LocalSolver:
+def agd(step_size: float | None = None) -> LocalSolver:
     """`work[i]` steps with Nesterov's momentum, which starts anew in every round.
 
     With w at the start point: v' = w - step_i grad h_i(w), then w = v' + (t - 1)/t' (v' - v), t' = (1 + sqrt(1 + 4
-    t^2))/2 and t = 1 at first. The last v' is the answer. `step` defaults to that of `gd`.
+    t^2))/2 and t = 1 at first. The last v' is the answer. `step_size` defaults to that of `gd`.
     """
-    if step is not None:
-        positive("step", step)
+    if step_size is not None:
+        require_positive("step_size", step_size)
 
     def init(problem: Problem, x: Tensor, known: Tensor | None) -> Memory:
-        memory: Memory = gd(step).init(problem, x, known)
+        memory: Memory = gd(step_size).init(problem, x, known)
         return memory
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
         now = Iterate(objective, x, memory, work)  # at w
         v, t = x.clone(), 1.0
         for iteration in range(int(work.max())):
-            rows = index(work > iteration)
+            rows = rows_where(work > iteration)
             g = now.full_gradient(rows)
-            new = pick(now.x, rows) - (now.safe_scale(rows, g) if step is None else step) * g
+            new = take_rows(now.x, rows) - (now.safe_scale(rows, g) if step_size is None else step_size) * g
             next_t = (1 + sqrt(1 + 4 * t * t)) / 2
-            onward = (pick(work, rows) > iteration + 1).unsqueeze(1)
-            w = torch.where(onward, new + (t - 1) / next_t * (new - pick(v, rows)), new)
-            p = w - pick(now.x, rows)
-            now.move(rows, now.look(rows, p), p)
+            onward = (take_rows(work, rows) > iteration + 1).unsqueeze(1)
+            w = torch.where(onward, new + (t - 1) / next_t * (new - take_rows(v, rows)), new)
+            p = w - take_rows(now.x, rows)
+            now.move(rows, now.evaluate(rows, p), p)
             v = new if rows is None else v.index_copy(0, rows, new)
             t = next_t
         return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))

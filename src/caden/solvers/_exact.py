@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import index, pick
+from caden._tensor.rows import rows_where, solve_rows, take_rows
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError
 from caden.solvers._iterate import Iterate, Memory, start
@@ -22,12 +22,12 @@ def exact() -> LocalSolver:
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
         now = Iterate(objective, x, memory, work)
-        rows = index(work > 0)
+        rows = rows_where(work > 0)
         identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         assert objective.problem.hessian is not None  # `init` has looked
-        hessian = pick(objective.problem.hessian, rows) + pick(now.rho, rows).unsqueeze(2) * identity
-        p = -torch.linalg.solve(hessian, now.full_gradient(rows))
-        now.move(rows, now.look(rows, p), p)
+        hessian = take_rows(objective.problem.hessian, rows) + take_rows(now.rho, rows).unsqueeze(2) * identity
+        p = -solve_rows(hessian, now.full_gradient(rows))
+        now.move(rows, now.evaluate(rows, p), p)
         return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
 
     return LocalSolver(init, solve, "exact", exact=True)

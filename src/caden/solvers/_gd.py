@@ -2,26 +2,26 @@
 
 from torch import Tensor
 
-from caden._tensor.rows import index, pick
+from caden._tensor.rows import rows_where, take_rows
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.curvature import smoothness
-from caden.errors import positive
+from caden.errors import require_positive
 from caden.solvers._iterate import Iterate, Memory, start
 
 
-def gd(step: float | None = None, curvature: float | None = None) -> LocalSolver:
+def gd(step_size: float | None = None, curvature: float | None = None) -> LocalSolver:
     """`work[i]` steps v <- v - step_i grad h_i(v).
 
     By default step_i = 1 / (rho_i + L_i), with L_i the largest curvature that the warm-up (else a few probing gradients
-    at the start) and the steps so far have met; `curvature` fixes L_i, `step` the step itself.
+    at the start) and the steps so far have met; `curvature` fixes L_i, `step_size` the step itself.
     """
-    if step is not None:
-        positive("step", step)
+    if step_size is not None:
+        require_positive("step_size", step_size)
     if curvature is not None:
-        positive("curvature", curvature)
+        require_positive("curvature", curvature)
 
     def init(problem: Problem, x: Tensor, known: Tensor | None) -> Memory:
-        if step is None and curvature is None and known is None:
+        if step_size is None and curvature is None and known is None:
             known = smoothness(problem, x)
         return start(problem, x, known)
 
@@ -29,15 +29,15 @@ def gd(step: float | None = None, curvature: float | None = None) -> LocalSolver
         now = Iterate(objective, x, memory, work)
         for iteration in range(int(work.max())):
             live = work > iteration
-            rows = index(live)
+            rows = rows_where(live)
             g = now.full_gradient(rows)
-            if step is not None:
-                p = -step * g
+            if step_size is not None:
+                p = -step_size * g
             elif curvature is not None:
-                p = -g / (pick(now.rho, rows) + curvature)
+                p = -g / (take_rows(now.rho, rows) + curvature)
             else:
                 p = -now.safe_scale(rows, g) * g
-            now.move(rows, now.look(rows, p), p)
+            now.move(rows, now.evaluate(rows, p), p)
         return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
 
     return LocalSolver(init, solve, "gd")

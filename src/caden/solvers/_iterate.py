@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import dot, norm, pick
+from caden._tensor.rows import row_dots, row_norms, take_rows
 from caden.core import Objective, Problem
 
 
@@ -36,10 +36,10 @@ class Trial(NamedTuple):
     point: Tensor  # (k', d)
     value: Tensor  # (k',) of f
     gradient: Tensor  # (k', d) of f
-    bend: Tensor  # (k', d) change of the gradient of f
+    gradient_change: Tensor  # (k', d) change of the gradient of f
     length: Tensor  # (k',) |p|
     change: Tensor  # (k',) h(x + p) - h(x); not a number if value or gradient is not finite
-    curvature: Tensor  # (k',) |bend| / |p|; 0 if that is not finite
+    curvature: Tensor  # (k',) |gradient_change| / |p|; 0 if that is not finite
 
     def keep(self, good: Tensor) -> Trial:
         """The rows where `good` holds."""
@@ -67,36 +67,36 @@ class Iterate:
 
     def full_gradient(self, rows: Tensor | None) -> Tensor:
         """grad h at the current points."""
-        return pick(self.gradient, rows) + pick(self.slope, rows)
+        return take_rows(self.gradient, rows) + take_rows(self.slope, rows)
 
     def safe_scale(self, rows: Tensor | None, g: Tensor) -> Tensor:
         """(k', 1) step length 1 / (rho + L) along -g with the largest curvature known.
 
         While nothing is known of L, the step is no longer than x itself (or 1).
         """
-        known = pick(self.curvature, rows).unsqueeze(1)
-        scale = 1 / (pick(self.rho, rows) + known)
+        known = take_rows(self.curvature, rows).unsqueeze(1)
+        scale = 1 / (take_rows(self.rho, rows) + known)
         if bool((known > 0).all()):
             return scale
-        cap = (norm(pick(self.x, rows)).clamp(min=1) / norm(g)).unsqueeze(1)
+        cap = (row_norms(take_rows(self.x, rows)).clamp(min=1) / row_norms(g)).unsqueeze(1)
         return torch.where(known > 0, scale, torch.minimum(scale, cap))
 
-    def look(self, rows: Tensor | None, p: Tensor) -> Trial:
+    def evaluate(self, rows: Tensor | None, p: Tensor) -> Trial:
         """Evaluate at x + p.
 
         The proximal part of the change is computed in closed form; only f's own difference cancels.
         """
-        point = pick(self.x, rows) + p
+        point = take_rows(self.x, rows) + p
         value, gradient = self.problem.value_and_grad(point, rows)
-        bend, length = gradient - pick(self.gradient, rows), norm(p)
-        bent = norm(bend)
-        change = value - pick(self.value, rows) + dot(pick(self.slope, rows), p)
-        change += pick(self.rho, rows).squeeze(1) * length**2 / 2 + 0 * bent
-        return Trial(point, value, gradient, bend, length, change, (bent / length).nan_to_num(0, 0))
+        gradient_change, length = gradient - take_rows(self.gradient, rows), row_norms(p)
+        bent = row_norms(gradient_change)
+        change = value - take_rows(self.value, rows) + row_dots(take_rows(self.slope, rows), p)
+        change += take_rows(self.rho, rows).squeeze(1) * length**2 / 2 + 0 * bent
+        return Trial(point, value, gradient, gradient_change, length, change, (bent / length).nan_to_num(0, 0))
 
     def move(self, rows: Tensor | None, trial: Trial, p: Tensor) -> None:
         """Go to the point that was looked at, and remember the largest curvature met."""
-        larger = torch.maximum(pick(self.curvature, rows), trial.curvature)
+        larger = torch.maximum(take_rows(self.curvature, rows), trial.curvature)
         self.curvature = larger if rows is None else self.curvature.index_copy(0, rows, larger)
         if rows is None:
             self.x, self.value, self.gradient = trial.point, trial.value, trial.gradient

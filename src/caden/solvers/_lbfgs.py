@@ -21,10 +21,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caden._tensor.parallel import each
-from caden._tensor.rows import WIDE, apart, dot, index, listed, norm, pick
+from caden._tensor.parallel import run_in_threads
+from caden._tensor.rows import (
+    WIDE,
+    add_product,
+    aligned,
+    row_dots,
+    row_norms,
+    row_numbers,
+    rows_separately,
+    rows_where,
+    take_rows,
+)
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
-from caden.errors import CadenError, choose, number, whole
+from caden.errors import CadenError, require_choice, require_integer, require_number
 from caden.solvers._blocks import in_blocks
 from caden.solvers._iterate import Iterate, Memory, Trial, start
 
@@ -69,20 +79,20 @@ class Pairs(NamedTuple):
         Wide rows come one by one, and vectors that are kept in another precision a slice of columns at a time, so that
         what is turned back is small.
         """
-        d, wide = like.shape[1], like.shape[1] >= WIDE or apart()
+        d, wide = like.shape[1], like.shape[1] >= WIDE or rows_separately()
         width = d if self.vectors.dtype == like.dtype else min(d, WIDE)
         size = 1 if wide else max(1, _BLOCK // self.vectors[0].numel())
-        at = listed(rows, len(like)) if wide else []
+        at = row_numbers(rows, len(like)) if wide else []
 
         def one(a: int) -> None:
             part = slice(a, a + size) if size < len(like) else slice(None)
             mine = slice(at[a], at[a] + 1) if wide else part if rows is None else rows[part]  # a slice is not copied
-            held = self.vectors[mine]
+            held = aligned(self.vectors[mine])
             for c in range(0, d, width):
                 columns = slice(c, c + width) if width < d else slice(None)
                 work(part, columns, held[:, :, columns].to(like.dtype))
 
-        each(one, range(0, len(like), size))
+        run_in_threads(one, range(0, len(like), size))
 
     def inner(self, rows: Tensor | None, g: Tensor) -> Tensor:
         """(k', 3, 2M) inner products of the newest s, the newest y and g with all stored vectors, in float64."""
@@ -98,7 +108,7 @@ class Pairs(NamedTuple):
             else:
                 here, slot = np.arange(len(held)), newest[part]
             fresh = torch.stack([held[here, slot], held[here, self.memory + slot], g[part, columns]], dim=1)
-            out[part].baddbmm_(fresh, held.mT)
+            add_product(out[part], fresh, held.mT)
 
         self._blocks(rows, g, one)
         return out.double()
@@ -106,7 +116,7 @@ class Pairs(NamedTuple):
     def combine(self, rows: Tensor | None, weights: Tensor, base: Tensor) -> Tensor:
         """base + sum_l weights_l vector_l, in place: (k', 2M), (k', d) -> (k', d)."""
         weights, out = weights.to(base.dtype).unsqueeze(1), base.unsqueeze(1)
-        self._blocks(rows, base, lambda part, columns, held: out[part, :, columns].baddbmm_(weights[part], held))
+        self._blocks(rows, base, lambda part, columns, held: add_product(out[part, :, columns], weights[part], held))
         return base
 
 
@@ -193,25 +203,25 @@ class _Walk:
 
     def descent(self, rows: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
         """The quasi-Newton step p, and (k',) the derivative along it; a gradient step where that does not descend."""
-        shift = pick(self.now.rho, rows) + self.eps
+        shift = take_rows(self.now.rho, rows) + self.eps
         scale = 1 / shift if self.eps > 0 else self.now.safe_scale(rows, g)
         p = direction(self.pairs, rows, g, shift, scale)
-        slope = dot(g, p)
+        slope = row_dots(g, p)
         lost = ~(slope < 0)
         if bool(lost.any()):  # not a descent direction, or not a number
             self.fallbacks += int(lost.sum())
             p = torch.where(lost.unsqueeze(1), -scale * g, p)
-            slope = torch.where(lost, dot(g, p), slope)
-            self.pairs.stored[pick(self.everyone, rows)[lost].cpu()] = 0
+            slope = torch.where(lost, row_dots(g, p), slope)
+            self.pairs.stored[take_rows(self.everyone, rows)[lost].cpu()] = 0
         return p, slope
 
     def search(self, rows: Tensor | None, g: Tensor, p: Tensor, slope: Tensor) -> None:
         """Try the step, then a shorter one, then a safe gradient step; go where the subproblem falls."""
-        now, at = self.now, pick(self.everyone, rows)
+        now, at = self.now, take_rows(self.everyone, rows)
         worst = torch.zeros_like(slope)  # curvature met by rejected trials
         for trial in range(_TRIALS):
-            seen = now.look(rows, p)
-            slack = 10 * torch.finfo(p.dtype).eps * (seen.value.abs() + pick(now.value, rows).abs())
+            seen = now.evaluate(rows, p)
+            slack = 10 * torch.finfo(p.dtype).eps * (seen.value.abs() + take_rows(now.value, rows).abs())
             bound = (slack if trial == 2 else _ARMIJO * slope + slack) if self.backtrack else torch.inf
             good = seen.change.isfinite() & (seen.change <= bound)
             if bool(good.all()):
@@ -235,7 +245,7 @@ class _Walk:
                 self.fallbacks += len(at)
                 self.pairs.stored[at.cpu()] = 0
                 known = now.rho[at] + torch.maximum(worst, now.curvature[at]).unsqueeze(1)
-                p = -torch.minimum(1 / known, (0.1 * norm(p) / norm(g)).unsqueeze(1)) * g
+                p = -torch.minimum(1 / known, (0.1 * row_norms(p) / row_norms(g)).unsqueeze(1)) * g
 
 
 def lbfgs(
@@ -257,14 +267,14 @@ def lbfgs(
         storage: precision in which the pairs are kept: "full" (that of the parameters), "float32" or "bfloat16". Inner
             products are those of the kept vectors, so the quasi-Newton matrix stays symmetric and positive definite.
     """
-    whole("memory", memory, least=1)
-    choose("line search", line_search, ("backtrack", "none"))
+    require_integer("memory", memory, least=1)
+    require_choice("line search", line_search, ("backtrack", "none"))
     if not isinstance(carry, bool):
         raise CadenError(f"`carry` must be true or false, got {carry!r}.")
-    if number("eps", eps) < 0:
+    if require_number("eps", eps) < 0:
         raise CadenError(f"`eps` must not be negative, got {eps}.")
 
-    choose("storage", storage, ("full", "float32", "bfloat16"))
+    require_choice("storage", storage, ("full", "float32", "bfloat16"))
     kept = None if storage == "full" else getattr(torch, storage)
 
     def init(problem: Problem, x: Tensor, curvature: Tensor | None) -> LBFGSMemory:
@@ -276,11 +286,11 @@ def lbfgs(
         walk, common = _Walk(now, pairs, eps, line_search == "backtrack"), int(work.min())
         for iteration in range(steps):
             g = now.full_gradient(None)
-            live = norm(g) != 0 if iteration < common else (work > iteration) & (norm(g) != 0)
+            live = row_norms(g) != 0 if iteration < common else (work > iteration) & (row_norms(g) != 0)
             if not bool(live.any()):
                 break
-            rows = index(live)  # None: all of them
-            g = pick(g, rows)
+            rows = rows_where(live)  # None: all of them
+            g = take_rows(g, rows)
             walk.search(rows, g, *walk.descent(rows, g))
         stalled = sorted(walk.stalled)
         if stalled:  # the caution learnt there belongs to this solve
@@ -296,10 +306,10 @@ def _store(pairs: Pairs, now: Iterate, rows: Tensor | None, p: Tensor, seen: Tri
     """Write the pairs of an accepted step, where the subproblem curved upwards enough along it."""
     if pairs.memory == 0 or len(p) == 0:
         return
-    rho, square = pick(now.rho, rows).squeeze(1), seen.length**2
-    convex = dot(p, seen.bend) + rho * square > 1e-6 * (rho + pick(now.curvature, rows)) * square
+    rho, square = take_rows(now.rho, rows).squeeze(1), seen.length**2
+    convex = row_dots(p, seen.gradient_change) + rho * square > 1e-6 * (rho + take_rows(now.curvature, rows)) * square
     if bool(convex.all()):
-        pairs.write(rows, p, seen.bend)
+        pairs.write(rows, p, seen.gradient_change)
     else:
         some = convex.nonzero().flatten()
-        pairs.write(some if rows is None else rows[some], p[some], seen.bend[some])
+        pairs.write(some if rows is None else rows[some], p[some], seen.gradient_change[some])

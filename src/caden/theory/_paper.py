@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Problem
-from caden.errors import CadenError, choose, positive
+from caden.errors import CadenError, require_choice, require_positive
 from caden.graphs import Graph
 
 
@@ -34,7 +34,7 @@ class Facts(NamedTuple):
     @classmethod
     def of(cls, graph: Graph, L: float, mu_z: float, mu_y: float, p_min: float, r: float, tau: int) -> Facts:
         """From a graph, the curvature, the parameters, the least participation, and tau local steps of rate r."""
-        positive("L", L), positive("mu_z", mu_z), positive("mu_y", mu_y)
+        require_positive("L", L), require_positive("mu_z", mu_z), require_positive("mu_y", mu_y)
         if not 0 < p_min <= 1 or not 0 <= r < 1:
             raise CadenError(f"`p_min` must lie in (0, 1] and `r` in [0, 1), got {p_min} and {r}.")
         low, high = graph.spectrum
@@ -108,7 +108,7 @@ def corollary1(graph: Graph, L: float, p_min: float, r: float) -> dict[str, floa
 
 def constants(facts: Facts, version: str = "printed") -> Constants:
     """The constants of Theorem 1, as "printed" or as "derived"."""
-    return {"printed": _printed, "derived": _derived}[choose("version", version, ("printed", "derived"))](facts)
+    return {"printed": _printed, "derived": _derived}[require_choice("version", version, ("printed", "derived"))](facts)
 
 
 def _hats(facts: Facts) -> tuple[float, float, float]:

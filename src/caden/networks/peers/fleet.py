@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from caden.errors import CadenError, choose, positive, whole
+from caden.errors import CadenError, require_choice, require_integer, require_positive
 from caden.graphs import Graph
 
 MODES = ("free", "lockstep")
@@ -57,23 +57,23 @@ class Fleet(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             raise CadenError(f"`fleet.{first['loc'][0]}`: {first['msg']}, got {first['input']!r}.") from None
-        choose("mode", found.mode, MODES)
+        require_choice("mode", found.mode, MODES)
         for key in ("pace", "forget", "patience", "seconds", "clip"):
             if getattr(found, key) is not None:
-                positive(f"fleet.{key}", getattr(found, key))
+                require_positive(f"fleet.{key}", getattr(found, key))
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", found.name):
             raise CadenError(f"`fleet.name` must be a plain word, got {found.name!r}.")
-        whole("fleet.calm", found.calm, least=1), whole("rounds", config.rounds)
-        whole("record_every", config.record_every, least=1)
+        require_integer("fleet.calm", found.calm, least=1), require_integer("rounds", config.rounds)
+        require_integer("record_every", config.record_every, least=1)
         if config.tolerance is not None:
-            positive("tolerance", config.tolerance)
+            require_positive("tolerance", config.tolerance)
         if found.mode == "free" and config.participation != 1.0:
             raise CadenError("Free-running peers sleep when they like: `participation` belongs to lockstep.")
         if config.messages or config.links != 1.0:
             raise CadenError("`messages` and `links` model a network; on a real one they are not for us to choose.")
         return found
 
-    def check(self, graph: Graph, agent: int) -> list[int]:
+    def hosted_agents(self, graph: Graph, agent: int) -> list[int]:
         """Does the table fit the graph? If so, what this process hosts."""
         if len(self.endpoints) != graph.agents:
             raise CadenError(f"`fleet.endpoints` has {len(self.endpoints)} entries for {graph.agents} agents.")

@@ -95,7 +95,7 @@ def pack_row(sender: int, version: int, dtype: torch.dtype, total: int, offset: 
     return _ROW.pack(_MAGIC, _DTYPES[dtype], sender, version, total, offset, len(chunk), _checksum(chunk))
 
 
-def check_row(
+def read_row_header(
     header: bytes, sender: int, dtype: torch.dtype, total: int, offset: int, length: int
 ) -> tuple[int, bytes]:
     """Version and checksum of a piece whose header fits what was asked for, or Refused; looks at no payload."""
@@ -284,7 +284,7 @@ class ZenohLink:
                 if reply is None:
                     return None
                 header = b"" if reply.attachment is None else bytes(reply.attachment)
-                found, checksum = check_row(header, neighbour, like.dtype, total, offset, len(reply.payload))
+                found, checksum = read_row_header(header, neighbour, like.dtype, total, offset, len(reply.payload))
                 if (version >= 0 and found != version) or found < 0:
                     raise Refused("a row of another version")
                 version, piece = found, bytes(reply.payload)

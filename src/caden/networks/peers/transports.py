@@ -58,7 +58,7 @@ class Lockstep(Transport):
         self.neighbours = layout.rows[1:].tolist()
         self._everyone = torch.ones(layout.graph.agents, dtype=torch.bool)
 
-    def enter(self, index: int) -> None:
+    def begin_round(self, index: int) -> None:
         self._version = (index + 1) * LANES
 
     def _trade(self, out: Mapping[int, Tensor], active: Tensor, like: Tensor) -> dict[int, Tensor]:
@@ -70,14 +70,14 @@ class Lockstep(Transport):
             self._link.publish(version, out)
         return {j: self._link.wait(j, version, like) for j in self.neighbours if bool(active[j])}
 
-    def share(self, rows: Tensor, active: Tensor) -> Tensor:
+    def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         known = rows.new_zeros(len(self._layout.rows), rows.shape[1])
         known[0] = rows[0]
         for j, row in self._trade(dict.fromkeys(self.neighbours, rows[0]), active, rows[0]).items():
             known[1 + self.neighbours.index(j)] = row
         return known
 
-    def swap(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+    def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
         received = self._layout.reverse(arcs)
         for j, row in self._trade({j: arcs[a] for j, a in self._arc.items()}, active, arcs[0]).items():
             received[self._arc[j]] = row
@@ -110,7 +110,7 @@ class Free(Transport):
     and the agent has one neighbour less.
     """
 
-    alone = True
+    sees_only_itself = True
     quiet = False  # as in lockstep
 
     def __init__(self, agent: int, link: Link, clip: float | None = None):
@@ -138,7 +138,7 @@ class Free(Transport):
         members = self.members
         return [row for row, j in enumerate(self.neighbours, 1) if j not in members]
 
-    def enter(self, index: int) -> None:
+    def begin_round(self, index: int) -> None:
         self._index, self._spoken = index, 0
 
     def _letters(self) -> dict[int, Tensor]:
@@ -157,7 +157,7 @@ class Free(Transport):
         self._known |= {"versions": versions, "members": here}
         return letters
 
-    def share(self, rows: Tensor, active: Tensor) -> Tensor:
+    def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         if self._index >= 0:
             raise self._refusal()
         if not self.quiet:
@@ -167,7 +167,7 @@ class Free(Transport):
             known[1 + self.neighbours.index(j)] = row
         return known
 
-    def swap(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+    def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
         self._spoken += 1
         if self._spoken > 1 or self._index < 0:
             raise self._refusal()
