@@ -1,6 +1,8 @@
-"""mu_z = "auto" against the best of a 12-point logarithmic grid from 1e-3 to 10 times L / (mean degree).
+"""Compare mu_z = "auto" with the best of a 12-point logarithmic grid from 1e-3 to 10 times L / (mean degree).
 
-python benchmarks/auto.py [--mnist]      rounds to a fixed target; ratios of 1.5 (networks: 2) are what we aim for
+    python benchmarks/auto.py [--mnist]
+
+It counts the rounds to a fixed target. The goal is a ratio of 1.5 (networks: 2).
 """
 
 from __future__ import annotations
@@ -16,19 +18,19 @@ from caden import data, graphs, methods, problems, theory
 from caden.engine.run import start_point, warm_up
 
 WARMUP = {"steps": 20, "step_size": 0.1}
-LIKELY_FIRST = [6, 5, 7, 8, 4, 9, 3, 2, 10, 1, 0, 11]  # the others are cut short by the best so far
+LIKELY_FIRST = [6, 5, 7, 8, 4, 9, 3, 2, 10, 1, 0, 11]  # the best so far limits the rounds of the others
 
 
 class Case(NamedTuple):
     name: str
     problem: Any
     graph: graphs.Graph
-    target: float | None = None  # accuracy; None: the relative error falls by 1e9
+    target: float | None = None  # accuracy; if None, the relative error must fall by 1e9
     most: int = 800
 
 
 def odd_digits(partition: str | dict[str, Any]) -> Any:
-    """Logistic regression on whether a digit is odd."""
+    """Return logistic regression on whether a digit is odd."""
     (x, y), _ = data.load("digits")
     x, y = np.asarray(x, float).reshape(len(x), -1), np.asarray(y)
     parts = data.partition_from_spec(partition, y, 20, 0)
@@ -48,7 +50,7 @@ def cases(mnist: bool) -> Iterator[Case]:
             graphs.complete(m),
         )
         graph, found = kinds[int(rng.integers(0, 5))], problems.quadratic(m, d, seed=i, condition=condition)
-        if i % 3 == 0:  # nearly the same function everywhere
+        if i % 3 == 0:  # nearly the same function at all agents
             found = problems.quadratics(
                 *(0.1 * part + 0.9 * part.mean(0, keepdim=True) for part in (found.hessian, found.linear))
             )
@@ -67,7 +69,7 @@ def cases(mnist: bool) -> Iterator[Case]:
 
 
 def rounds_to(case: Case, mu_z: float | str, most: int, tolerance: float) -> int | None:
-    """Rounds to the target, or None."""
+    """Return the rounds to the target, or None if it is not reached."""
     goal = {"tolerance": tolerance} if case.target is None else {"target": case.target, "stop_at_target": True}
     warmup = None if case.target is None else WARMUP
     try:
@@ -81,7 +83,7 @@ def rounds_to(case: Case, mu_z: float | str, most: int, tolerance: float) -> int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mnist", action="store_true", help="also MNIST and Fashion-MNIST")
+    parser.add_argument("--mnist", action="store_true", help="also run MNIST and Fashion-MNIST")
     print("| problem | best of the grid | at, in L / (mean degree) | auto | ratio |\n|---|---|---|---|---|")
     for case in cases(parser.parse_args().mnist):
         x = start_point(case.problem, None)

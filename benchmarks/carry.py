@@ -1,4 +1,4 @@
-"""Is it better to keep the L-BFGS memory over rounds or to start it afresh? On full MNIST, the paper's setting.
+"""Compare carrying the L-BFGS memory over rounds with restarting it, on full MNIST in the paper's setting.
 
 python benchmarks/carry.py [--rounds 60]
 """
@@ -19,7 +19,7 @@ def main() -> None:
     _, problem, graph = base.build()
     print("mu_z  relax  steps            carry  to 93%  final acc  mean loss  V        gradients  s/round")
     red = caden.schedules.switch(5, 1, at=10)
-    for mu_z, relax, steps, name in ((0.1, 0.5, 5, "5"), (0.07, 0.9, 5, "5"), (0.1, 0.5, red, "5, 1 from 10 on")):
+    for mu_z, relax, steps, name in ((0.1, 0.5, 5, "5"), (0.07, 0.9, 5, "5"), (0.1, 0.5, red, "5, 1 from 10")):
         for carry in (True, False):
             method = caden.methods.caden(mu_z=mu_z, relax=relax, solver=caden.solvers.lbfgs(carry=carry))
             result = caden.simulate(

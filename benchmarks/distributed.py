@@ -1,5 +1,8 @@
-"""What it costs to spread agents over processes: seconds per round of 2 ranks with a thread each, over the simulator's
-with two threads, full MNIST, in turns. `python benchmarks/distributed.py [--rounds 6] [--repeats 3] [--set ...]`"""
+"""Measure the cost of spreading agents over processes on full MNIST.
+
+The result is the seconds per round of 2 ranks with one thread each over those of the simulator with two threads,
+measured alternately: `python benchmarks/distributed.py [--rounds 6] [--repeats 3] [--set ...]`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from itertools import pairwise
 
 
 def seconds_per_round(rounds: int, processes: int, settings: list[str]) -> float:
-    """Median over the rounds after the first two, without metrics."""
+    """Return the median over the rounds after the first two, without metrics."""
     command = [sys.executable, "-m", "caden", "run", "--json", "--out", f"runs/bench-{os.getpid()}-{processes}"]
     for setting in (f"rounds={rounds}", "problem.execution=loop", *settings):
         command += ["--set", setting]
@@ -37,8 +40,8 @@ def main() -> None:
     for _ in range(given.repeats):
         one, two = (seconds_per_round(given.rounds, processes, settings) for processes in (1, 2))
         ratios.append(two / one)
-        print(f"one process, 2 threads: {one:.2f} s a round; 2 ranks: {two:.2f} s; ratio {two / one:.3f}", flush=True)
-    print(f"median ratio {statistics.median(ratios):.3f} (least {min(ratios):.3f}, most {max(ratios):.3f})")
+        print(f"one process, 2 threads: {one:.2f} s per round; 2 ranks: {two:.2f} s; ratio {two / one:.3f}", flush=True)
+    print(f"median ratio {statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f})")
 
 
 if __name__ == "__main__":

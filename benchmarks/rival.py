@@ -1,11 +1,11 @@
-"""Against decent-bench (0.3), another simulator: gradient tracking and LT-ADMM on the same data, gated and in turns.
+"""Compare speed with decent-bench 0.3, another simulator: gradient tracking and LT-ADMM on the same data.
 
-It needs Python 3.13, so it runs as a process of its own:
+decent-bench needs Python 3.13, so it runs in a separate process:
 
     python3.13 -m venv rival && rival/bin/pip install decent-bench==0.3.0 torch==2.13.0
     python benchmarks/rival.py --python rival/bin/python [--rounds 20] [--repeats 5] [--only 20x10x50]
 
-Both sides start at the same point and do the same rounds; the iterates must agree before anything is timed.
+Both sides start at the same point, run the same rounds and take turns. The iterates must agree every time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEP, BETA, L2 = 0.05, 0.01, 0.01
 
 
 def answer(folder: Path) -> None:
-    """The other side: run a method for some rounds whenever a line asks for it, and say how long it took."""
+    """Serve the other side: for each line read, run a method for some rounds and print the seconds it took."""
     import networkx as nx
     import torch
     from decent_array import interoperability as iop
@@ -83,10 +83,10 @@ def compare(python: str, rounds: int, repeats: int, only: str) -> None:
         if hidden := size[3] if len(size) > 3 else 0:
             start = 0.05 * torch.randn(problem.dim, generator=torch.Generator().manual_seed(1))
             features, labels = (torch.stack([shard[i] for shard in problem.shards]).numpy() for i in (0, 1))
-        else:  # labels that take both values, with the features turned to fit
+        else:  # labels take both values; the signs of the features are flipped to match
             labels = np.tile(np.arange(size[1]) % 2.0, (size[0], 1))
             features = problem.signed.numpy() * (2 * labels - 1)[:, :, None]
-        turns = min(rounds, 5) if hidden else rounds  # their LT-ADMM on networks slows down from round to round
+        turns = min(rounds, 5) if hidden else rounds  # decent-bench's LT-ADMM on networks slows down over the rounds
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
             np.savez(folder / "problem.npz", features=features, labels=labels, start=start.numpy(), hidden=hidden)
@@ -100,7 +100,7 @@ def compare(python: str, rounds: int, repeats: int, only: str) -> None:
                         other.stdin.flush()
                         theirs = json.loads(other.stdout.readline() or "null")
                         if theirs is None:
-                            raise SystemExit(f"{python} cannot run decent-bench; see the top of {__file__}.")
+                            raise SystemExit(f"{python} cannot run decent-bench; see the docstring of {__file__}.")
                         began = time.perf_counter()
                         run = bench.Rounds(method, problem, graphs.ring(size[0]), start)
                         for _ in range(turns):
@@ -109,8 +109,8 @@ def compare(python: str, rounds: int, repeats: int, only: str) -> None:
                         apart = float(np.abs(run.state.x.numpy() - np.load(folder / "x.npy")).max())
                         moved = float((run.state.x - start).abs().max())
                         if not apart < (1e-9 if problem.dtype == torch.float64 else 1e-3) * moved:
-                            raise SystemExit(f"{name}, {label}: the iterates differ by {apart:.1e} of {moved:.1e}.")
-                        if repeat:  # the first warms up both
+                            raise SystemExit(f"{name}, {label}: iterates moved {moved:.1e} and differ by {apart:.1e}.")
+                        if repeat:  # the first repeat warms up both sides
                             ratios.append(theirs / mine)
                     spread = f"{min(ratios):.1f} to {max(ratios):.1f}"
                     print(f"{name}, {label}: {statistics.median(ratios):.1f} times faster ({spread})", flush=True)
@@ -119,10 +119,10 @@ def compare(python: str, rounds: int, repeats: int, only: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default="rival/bin/python", help="a Python 3.13 with decent-bench")
+    parser.add_argument("--python", default="rival/bin/python", help="Python 3.13 interpreter with decent-bench")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="part of the name of a size")
+    parser.add_argument("--only", default="", help="run only sizes whose name contains this")
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     answer(asked.answer) if asked.answer else compare(asked.python, asked.rounds, asked.repeats, asked.only)

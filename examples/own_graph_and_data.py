@@ -1,4 +1,4 @@
-"""Bring your own graph and one data set per agent; check the answer against a centralised solver."""
+"""Bring your own graph and one data set per agent; check the result against a centralised solver."""
 
 import networkx as nx
 import numpy as np
@@ -14,7 +14,7 @@ features = [rng.normal(loc=rng.normal(size=6), size=(rng.integers(5, 40), 6)) fo
 labels = [np.sign(a @ truth + rng.normal(size=len(a))) for a in features]
 problem = caden.problems.logistic(features=features, labels=labels, alpha=0.0, l2=0.2)
 
-probability = np.where(graph.degrees > 5, 0.9, 0.3)  # the well-connected are awake more often
+probability = np.where(graph.degrees > 5, 0.9, 0.3)  # well-connected agents are awake more often
 result = caden.simulate(
     caden.methods.caden(mu_z=0.2, relax=0.7), problem, graph, rounds=400, participation=probability, record_every=100
 )

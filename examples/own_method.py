@@ -1,4 +1,4 @@
-"""Write your own method: gradient tracking (DIGing) in a dozen lines, on the same contract as every other."""
+"""Write your own method: gradient tracking (DIGing) in a dozen lines, with the same interface as all others."""
 
 from typing import NamedTuple
 
@@ -32,4 +32,7 @@ graph = caden.graphs.small_world(12, k=4, p=0.2, seed=0)
 for method in (gradient_tracking(0.4), caden.methods.caden(mu_z=0.1)):
     result = caden.simulate(method, problem, graph, rounds=150, tolerance=1e-10)
     last = result.history.iloc[-1]
-    print(f"{method.name:18s} {last['round']:.0f} rounds, {last.communications:.0f} vectors, {last.relative_error:.0e}")
+    print(
+        f"{method.name:18s} {last['round']:.0f} rounds, {last.communications:.0f} communications, "
+        f"relative error {last.relative_error:.0e}"
+    )

@@ -8,7 +8,7 @@ import caden
 torch.manual_seed(0)
 model = nn.Sequential(
     nn.Conv2d(1, 6, kernel_size=3, padding=1),
-    nn.GroupNorm(2, 6),  # batch normalisation has state that is no parameter; caden refuses it
+    nn.GroupNorm(2, 6),  # caden refuses batch normalisation, whose state is not a parameter
     nn.ReLU(),
     nn.MaxPool2d(2),
     nn.Flatten(),

@@ -1,4 +1,4 @@
-"""CADEN trains a network over 20 agents; half of them sleep in every round."""
+"""Train a network with CADEN over 20 agents; half of them sleep in each round."""
 
 import caden
 

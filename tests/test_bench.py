@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from caden.cli import app
+from caden.cli.study import BENCHMARKS
 from caden.errors import RunError
 from caden.experiments import bench
 
@@ -16,6 +17,10 @@ def test_small_cases_pass_their_gates_and_give_ratios(monkeypatch):
     found = list(bench.small(2))
     assert [len(m.ratios) for m in found] == [2, 2]
     assert all(m.met and min(m.ratios) > 0 for m in found)
+
+
+def test_the_command_names_every_part():
+    assert set(BENCHMARKS) == set(bench.PARTS)
 
 
 def test_a_gate_notices_another_function():
@@ -30,7 +35,7 @@ def test_the_command_keeps_a_history_and_shows_the_last_value(monkeypatch, tmp_p
     values = iter([[1.0, 3.0], [4.0, 4.0]])
     monkeypatch.setattr(bench, "PARTS", {"many": lambda repeats: iter([bench.Measure("a ratio", next(values), "> 3")])})
     file = tmp_path / "history.jsonl"
-    first = CliRunner().invoke(app, ["bench", "--history", str(file), "--json"])
+    first = CliRunner().invoke(app, ["bench", "many", "--history", str(file), "--json"])
     assert json.loads(first.stdout) == {"a ratio": {"ratios": [1.0, 3.0], "goal": "> 3", "met": False}}
     second = CliRunner().invoke(app, ["bench", "many", "--history", str(file)])
     line = next(line for line in second.stdout.splitlines() if "a ratio" in line)

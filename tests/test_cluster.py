@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ranks
-from caden import graphs, problems
+from caden import graphs, launcher, problems
 from caden.errors import CadenError
 from caden.networks import Memory, Network, cluster
 from caden.schedules import Draw
@@ -82,7 +82,7 @@ def test_a_part_of_the_network_has_the_rows_of_the_whole():
 def run_job(tmp_path, world, script):
     out = tmp_path / f"{world}.json"
     command = [sys.executable, str(script), str(out)]
-    assert cluster.start(command, world) == 0
+    assert launcher.start(command, world) == 0
     return json.loads(out.read_text())
 
 
@@ -134,7 +134,7 @@ def test_the_command_with_processes_ends_in_the_same_bytes(tmp_path):
 def test_the_command_with_processes_refuses_in_one_line(tmp_path):
     two = tmp_path
     refused = caden("run", "--out", str(two), "--processes", "2")
-    assert refused.returncode == 2 and refused.stderr.count("exists already") == 1
+    assert refused.returncode == 2 and refused.stderr.count("already exists") == 1
     wrong = caden("run", "--processes", "2", "--set", "messages.loss=2")
     assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1
 

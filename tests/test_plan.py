@@ -193,7 +193,7 @@ def test_tuning_a_second_time_runs_nothing(tmp_path, monkeypatch):
     [
         ("tune.gt.alfa=[1.0]", "alpha"),
         ("tune.gt.alpha={low=1.0}", "takes `low`"),
-        ("tune.gt.alpha={low=2.0, high=1.0}", "above high"),
+        ("tune.gt.alpha={low=2.0, high=1.0}", "above `high`"),
         ("tune.gt.alpha={low=-2.0, high=1.0}", "positive"),
         ("tune.gt.alpha=0.1", "or a list"),
         ("tune.gt.alpha=[]", "or a list"),

@@ -250,10 +250,10 @@ def test_auto_batching_follows_the_shapes(monkeypatch):
     [
         (lambda: classification(nn.Sequential(nn.BatchNorm1d(7), network()), data(), agents=4), "buffers"),
         (lambda: classification(nn.Sequential(nn.Dropout(0.5), network()), data(), agents=4), "random"),
-        (lambda: classification(nn.Linear(9, 3), data(), agents=4), "does not take these data"),
+        (lambda: classification(nn.Linear(9, 3), data(), agents=4), "does not accept these data"),
         (lambda: classification(network(), (data()[0], data()[1] + 1), agents=4), "out of bounds"),
         (lambda: classification(network(), late_label(), agents=2, partition=[range(30), range(30, 60)]), "0..7"),
-        (lambda: classification(nn.LSTM(7, 3), data(), agents=4), "does not take these data"),
+        (lambda: classification(nn.LSTM(7, 3), data(), agents=4), "does not accept these data"),
         (lambda: classification(network().requires_grad_(False), data(), agents=4), "to train"),
         (lambda: classification(nn.Flatten(), data(), agents=4), "with parameters"),
         (lambda: classification(network(), data(), agents=61), "61 agents need at least 61 samples"),

@@ -55,7 +55,7 @@ def test_the_whole_plan_gives_every_figure_and_table_as_files(tiny):
     for stem in ("fig1a", "fig1b", "fig2a-b", "fig2b-b", "fig2b-dual", "fig-v", "tuned-b", "seeds-b", "fashion-b"):
         assert {f"{stem}.png", f"{stem}.svg", f"{stem}.csv"} <= figures
         assert (page.parent / "figures" / f"{stem}.png").read_bytes()[:4] == b"\x89PNG"
-    for stem in ("table1", "pairs", "tuned-trials-caden", "tuned-trials-gt", "fashion-trials-adapd"):
+    for stem in ("glance", "table1", "pairs", "tuned-trials-caden", "tuned-trials-gt", "fashion-trials-adapd"):
         for end in ("csv", "tex", "md"):
             assert (page.parent / "tables" / f"{stem}.{end}").stat().st_size > 100
 
@@ -72,8 +72,8 @@ def test_table_1_says_what_the_runs_said_beside_what_was_published(tiny):
     plan, page = tiny
     table = pd.read_csv(page.parent / "tables" / "table1.csv", dtype=str).set_index("method")
     assert list(table.index) == list(PUBLISHED)
-    assert table.loc["CADEN", "paper: sent"] == "8,658"  # as printed in the paper
-    assert [table.loc[n, "paper: sent"] for n in ("CADEN-Red", "ADAPD", "CADEN-GD", "CADEN-GD-Red")] == [
+    assert table.loc["CADEN", "paper: communications"] == "8,658"  # as printed in the paper
+    assert [table.loc[n, "paper: communications"] for n in ("CADEN-Red", "ADAPD", "CADEN-GD", "CADEN-GD-Red")] == [
         "8,732",
         "29,230",
         "24,938",
@@ -83,7 +83,7 @@ def test_table_1_says_what_the_runs_said_beside_what_was_published(tiny):
     for name, record in runs.items():
         history = record.history
         reached = history[history.accuracy >= TINY.target]
-        shown = table.loc[name, "as in the paper: sent"]
+        shown = table.loc[name, "as in the paper: communications"]
         assert shown == ("-" if reached.empty else f"{reached.communications.iloc[0]:,}")
         assert table.loc[name, "as in the paper: highest"] == f"{history.accuracy.max():.2%}"
 
@@ -163,9 +163,9 @@ def test_the_papers_own_numbers_confirm_the_papers_order():
     assert verdicts["CADEN before GT"] == "confirmed"
     assert verdicts["CADEN before CADEN-Red"] == ""
     nobody = _verdict(runs(dict.fromkeys(("CADEN", "CADEN-GD", "ADAPD", "GT"))), 0.93)
-    assert "nobody gets there" in nobody[0] and not any("times" in line for line in nobody)
+    assert "no method reaches 93%" in nobody[0] and not any("times" in line for line in nobody)
     some = _verdict(runs({"CADEN": 6, "CADEN-GD": 24, "ADAPD": 30, "GT": None}), 0.93)
-    assert "CADEN (CADEN 6, CADEN-GD 24, ADAPD 30, GT never)" in some[0] and "0.25 times" in some[3]
+    assert "CADEN (CADEN 6, CADEN-GD 24, ADAPD 30, GT never)" in some[1] and "0.25 times" in some[0]
 
 
 def test_a_fit_that_overshoots_comes_back():
@@ -224,7 +224,7 @@ def test_labels_say_what_differs_and_seeds_share_one(tmp_path):
         "gt": 1,
     }
     assert {r.path for r in report.load([tmp_path])} == {r.path for r in records}
-    with pytest.raises(CadenError, match="none in it"):
+    with pytest.raises(CadenError, match="contains none"):
         report.load([tmp_path / "nothing"])
 
 
@@ -237,7 +237,8 @@ def awkward():
         Figure("two", "log", "objective", {"a": [history([1, 2]).assign(objective=[1.0, np.nan])]}),
     ]
     table = Table("numbers", "Numbers <i>", pd.DataFrame({"x": ["<td>"], "y": [1]}))
-    return Report("A <title>", ["a < b"], [Section("S", ["t"], figures, [table])], graphs.ring(5), {"torch": "<v>"})
+    sections = [Section("S", ["t"], figures, [table])]
+    return Report("A <title>", ["a < b"], sections, {"data": "<d>"}, graphs.ring(5), {"torch": "<v>"})
 
 
 def test_the_page_is_one_file_that_asks_the_network_for_nothing():
@@ -266,7 +267,7 @@ def test_the_page_in_a_browser(tiny, tmp_path):
             "return document.querySelector('#fig1b .xtitle').textContent"
         )
         after = browser.run("return document.getElementById('fig1b').data[0].x.slice(0, 3)")
-        assert name == "vectors sent"
+        assert name == "communications"
         assert after == [74 * x for x in before]
         kind = "return document.getElementById('fig1a').layout.yaxis.type"
         assert browser.run(kind) == "log"

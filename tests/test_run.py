@@ -167,8 +167,40 @@ def test_not_a_number_is_divergence_too(small):
 
 def test_a_loss_that_does_not_exist_at_the_start_is_told(small):
     problem = caden.problems.functions([lambda x: x.log().sum()] + [lambda x: (x**2).sum()] * 5, dim=2)
-    with pytest.raises(Diverged, match=r"round 1 \(agents 0\)"):
+    with pytest.raises(Diverged, match=r"round 1 \(agents 0\): the loss of agents 0 is not finite even at the start"):
         caden.simulate(caden.methods.caden(mu_z=1.0), problem, small[1], 5, x0=-torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("method", "advice"),
+    [
+        (caden.methods.gt(50.0), "lower `alpha`"),
+        (caden.methods.adapd(1e4, solver=caden.solvers.gd(50.0)), "lower `eta`"),
+        (caden.methods.radmm(1e-6, solver=caden.solvers.gd(50.0)), "raise `rho`"),
+        (caden.methods.caden(1.0, solver=caden.solvers.gd(50.0)), "raise `mu_z`"),
+        (caden.methods.accelerated({"name": "gt", "alpha": 50.0}), "lower `alpha`"),
+        (caden.methods.gt(50.0)._replace(name="mine"), "shorten its step size"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_the_advice_belongs_to_the_method(small, method, advice):
+    with pytest.raises(Diverged) as caught:
+        caden.simulate(method, *small, rounds=500)
+    assert advice in str(caught.value)
+    assert "mu_y" not in str(caught.value)
+
+
+def test_a_sample_that_is_not_finite_is_refused_with_its_agent():
+    inputs, targets = torch.rand(20, 3), torch.arange(20) % 2
+    inputs[13, 1] = float("nan")
+    parts = [list(range(0, 10)), list(range(10, 20))]
+    with pytest.raises(CadenError, match="training sample 13, which belongs to agent 1"):
+        caden.problems.classification(torch.nn.Linear(3, 2), (inputs, targets), agents=2, partition=parts)
+    features = [torch.rand(4, 2), torch.full((4, 2), torch.inf)]
+    with pytest.raises(CadenError, match="agent 1"):
+        caden.problems.logistic(features=features, labels=[torch.ones(4)] * 2)
+    with pytest.raises(CadenError, match="agent 0"):
+        caden.problems.quadratics([[[float("nan")]]], [[1.0]])
 
 
 def test_same_seed_same_bits_other_seed_other_bits(small):
@@ -202,7 +234,7 @@ def test_run_directory_holds_everything(small, tmp_path):
     pd.testing.assert_frame_equal(pd.read_csv(place / "metrics.csv"), result.history)
     assert "torch" in json.loads((place / "versions.json").read_text())
     assert (place / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(CadenError, match="exists already"):
+    with pytest.raises(CadenError, match="already exists"):
         caden.simulate(caden.methods.caden(mu_z=1.0), *small, rounds=1, directory=place)
 
 

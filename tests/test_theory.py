@@ -389,7 +389,7 @@ def test_doctor_refuses_exactly_what_diverges_on_200_draws():
 def test_doctor_names_a_value_that_works():
     problem, graph = problems.quadratic(6, 2, seed=0), graphs.ring(6)
     opinion = theory.examine(problem, graph, 0.3, 5.0, near_exact=True)
-    largest = float(opinion.refusal.split("ends at mu_y = ")[1].split(";")[0])
+    largest = float(opinion.refusal.split("largest stable value is mu_y = ")[1].split(";")[0])
     H = problem.hessian.numpy()
     assert (
         theory.spectral_radius(H, graph, 0.3, 0.99 * largest)
@@ -423,7 +423,7 @@ def test_doctor_warns_about_networks_and_sleepers_and_refuses_only_far_beyond_th
     assert limit == pytest.approx(2.0)
     assert theory.examine(problem, graph, 0.1, 0.1 * 1.9) == (None, None)
     assert "may diverge" in theory.examine(problem, graph, 0.1, 0.1 * 3).warning
-    assert "steep" in theory.examine(problem, graph, 0.1, 0.1 * 21).refusal
+    assert "high-curvature" in theory.examine(problem, graph, 0.1, 0.1 * 21).refusal
     with pytest.warns(UserWarning, match="may diverge"):
         caden.simulate(methods.caden(0.1, 0.3), problem, graph, 1)
     sleeping = problems.quadratic(6, 2)
@@ -501,7 +501,8 @@ def test_auto_counts_its_scalars_and_keeps_the_invariant(participation):
     if participation == 1.0:
         checks = len([t for t in (6, 9, 12, 16, 24, 32) if t <= 40])
         scalars = checks * 3 * 2 * 10 * graph.diameter  # three along every directed edge, as often as the graph is long
-        assert history.communications.iloc[-1] == 40 * 20 + scalars / 4
+        assert history.communications.iloc[-1] == 40 * 20
+        assert history.bytes.iloc[-1] == 8 * (4 * 40 * 20 + scalars)
 
 
 def test_auto_under_loss_and_with_sleepers_does_not_diverge():

@@ -1,30 +1,9 @@
-"""CADEN and its relatives: agents on a graph train one model together without a server."""
+"""CADEN and its relatives: agents on a graph train one model together without a server.
 
-from caden import data as data
-from caden import graphs as graphs
-from caden import methods as methods
-from caden import problems as problems
-from caden import schedules as schedules
-from caden import solvers as solvers
-from caden import theory as theory
-from caden._tensor.parallel import keep_freed_memory as keep_freed_memory
-from caden._version import __version__ as __version__
-from caden.core import Info as Info
-from caden.core import LocalSolver as LocalSolver
-from caden.core import Method as Method
-from caden.core import Objective as Objective
-from caden.core import Problem as Problem
-from caden.core import Round as Round
-from caden.engine import log as log
-from caden.engine.history import Result as Result
-from caden.engine.options import Conditions as Conditions
-from caden.engine.options import Saving as Saving
-from caden.engine.options import Stopping as Stopping
-from caden.engine.simulate import simulate as simulate
-from caden.engine.warmup import Warmup as Warmup
-from caden.errors import CadenError as CadenError
-from caden.errors import Diverged as Diverged
-from caden.errors import Interrupted as Interrupted
-from caden.errors import RunError as RunError
-from caden.experiments.compare import compare as compare
-from caden.graphs import Graph as Graph
+The public names are in `__init__.pyi`. Each is imported when it is first used, so that `import caden` and the command
+line's help do not wait for torch.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

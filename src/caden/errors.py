@@ -1,4 +1,4 @@
-"""What can go wrong, in two kinds: the input is bad (exit code 2), or the run failed (exit code 1)."""
+"""Errors of two kinds: bad input (exit code 2) and failed runs (exit code 1)."""
 
 import math
 import numbers
@@ -8,25 +8,25 @@ from typing import Any
 
 
 class CadenError(ValueError):
-    """Bad input: one line that names the argument, the rule, the value received and the way out."""
+    """Bad input: one line with the argument, the rule, the value received and what to do."""
 
 
 class RunError(RuntimeError):
-    """A run that could not finish. What it recorded until then is kept in `result`."""
+    """A run that could not finish; `result` contains what it recorded until then."""
 
     result: Any = None  # a `caden.Result`
 
 
 class Diverged(RunError):
-    """The iterates became non-finite or grew past every reasonable bound."""
+    """The iterates became non-finite or exceeded every reasonable bound."""
 
 
 class Interrupted(RunError):
-    """Somebody pressed Ctrl-C; the run can be resumed."""
+    """The run was interrupted with Ctrl-C; it can be resumed."""
 
 
 def require_choice(kind: str, name: object, known: Iterable[str]) -> str:
-    """Return `name` if it is known, else say which known one is nearest."""
+    """Return `name` if it is known, otherwise suggest the nearest known name."""
     known = sorted(known)
     if not isinstance(name, str):
         raise CadenError(f"Unknown {kind} {name!r}; known: {', '.join(known)}.")

@@ -1,4 +1,4 @@
-"""Communication graphs: undirected, connected, without self-loops. networkx does the constructing.
+"""Communication graphs: undirected, connected, without self-loops, built with networkx.
 
 >>> graph = erdos_renyi(20, 0.2, edges=37, seed=0)
 >>> graph.agents, len(graph.edges), int(graph.degrees.sum())
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import Any
 
 import networkx as nx
@@ -20,12 +21,12 @@ from scipy.sparse.linalg import eigsh
 
 from caden.errors import CadenError, require_integer, require_number, require_positive
 
-_DENSE = 1500  # up to this many agents the spectrum comes from a dense eigenvalue solver
+_DENSE = 1500  # largest number of agents for which a dense solver computes the spectrum
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """m agents and their edges, as an (n, 2) array of pairs i < j in lexicographic order."""
+    """m agents and their edges, an (n, 2) array of pairs i < j in lexicographic order."""
 
     agents: int
     edges: np.ndarray
@@ -33,11 +34,11 @@ class Graph:
 
     @cached_property
     def degrees(self) -> np.ndarray:
-        """(m,) number of neighbours."""
+        """The number of neighbours of each agent, (m,)."""
         return np.asarray(np.bincount(self.edges.ravel(), minlength=self.agents))
 
     def neighbours(self, agent: int) -> list[int]:
-        """The neighbours of one agent, sorted."""
+        """Return the sorted neighbours of one agent."""
         i, j = self.edges[:, 0], self.edges[:, 1]
         return sorted([*j[i == agent].tolist(), *i[j == agent].tolist()])
 
@@ -49,21 +50,21 @@ class Graph:
 
     @cached_property
     def laplacian(self) -> np.ndarray:
-        """(m, m) dense Laplacian D - A, for looking at; the library itself works on the edge list."""
+        """The (m, m) dense Laplacian D - A, for inspection; the library itself uses the edge list."""
         return np.asarray(self._laplacian().toarray())
 
     @cached_property
     def adjacency(self) -> np.ndarray:
-        """(m, m) dense adjacency matrix."""
+        """The (m, m) dense adjacency matrix."""
         return np.asarray(np.diag(self.degrees.astype(float)) - self.laplacian)
 
     def _extremes(self, matrix: sp.csr_array) -> tuple[float, float]:
-        """Second smallest and largest eigenvalue of a symmetric positive semidefinite matrix with a simple 0."""
+        """Return the second smallest and the largest eigenvalue of a positive semidefinite matrix with a simple 0."""
         if self.agents <= _DENSE:
             values = np.linalg.eigvalsh(matrix.toarray())
             return float(values[1]), float(values[-1])
         largest = float(eigsh(matrix, k=1, which="LA", tol=1e-5, return_eigenvectors=False)[0])
-        shift = -1e-3 * largest  # below the spectrum, so that the shifted matrix is regular
+        shift = -1e-3 * largest  # below the spectrum, so the shifted matrix is nonsingular
         small = eigsh(matrix, k=2, sigma=shift, which="LM", return_eigenvectors=False)
         return float(np.sort(small)[1]), largest
 
@@ -74,30 +75,30 @@ class Graph:
 
     @cached_property
     def normalised_spectrum(self) -> tuple[float, float]:
-        """The same for D^-1/2 Lap D^-1/2, whose eigenvalues lie in [0, 2]; 2 is reached by bipartite graphs only."""
+        """The same for D^-1/2 Lap D^-1/2, whose eigenvalues lie in [0, 2]; only bipartite graphs reach 2."""
         scale = sp.diags_array(1 / np.sqrt(self.degrees))
         return self._extremes(sp.csr_array(scale @ self._laplacian() @ scale))
 
     @cached_property
     def diameter(self) -> int:
-        """The longest shortest path."""
+        """The length of the longest shortest path."""
         return int(nx.diameter(self.to_networkx(), usebounds=True))
 
     def metropolis_weights(self) -> np.ndarray:
-        """(n,) edge weights 1 / (1 + max(d_i, d_j))."""
+        """Return the (n,) edge weights 1 / (1 + max(d_i, d_j))."""
         return np.asarray(1 / (1 + self.degrees[self.edges].max(axis=1)))
 
     def metropolis(self) -> np.ndarray:
-        """(m, m) Metropolis mixing matrix: symmetric, doubly stochastic, positive diagonal."""
+        """Return the (m, m) Metropolis mixing matrix: symmetric, doubly stochastic, with positive diagonal."""
         return np.asarray(np.eye(self.agents) - self._laplacian(self.metropolis_weights()).toarray())
 
     def laplacian_mixing(self, step: float | None = None) -> np.ndarray:
-        """(m, m) mixing matrix I - step * Lap; `step` defaults to 1 / (d_max + 1)."""
+        """Return the (m, m) mixing matrix I - step * Lap; `step` defaults to 1 / (d_max + 1)."""
         step = 1 / (float(self.degrees.max()) + 1) if step is None else require_positive("step", step)
         return np.eye(self.agents) - step * self.laplacian
 
     def to_networkx(self) -> nx.Graph[int]:
-        """The graph as networkx knows it."""
+        """Return the graph as a networkx graph."""
         graph: nx.Graph[int] = nx.empty_graph(self.agents)
         graph.add_edges_from(self.edges.tolist())
         return graph
@@ -105,9 +106,39 @@ class Graph:
     def __repr__(self) -> str:
         return f"Graph({self.name}: {self.agents} agents, {len(self.edges)} edges)"
 
+    def describe(self) -> str:
+        """Return the graph in words."""
+        low, high = int(self.degrees.min()), int(self.degrees.max())
+        degrees = f"degree {low}" if low == high else f"degrees {low} to {high}"
+        return f"{self.name}: {self.agents} agents, {len(self.edges)} edges, {degrees}"
+
+    def svg(self) -> str:
+        """Return a drawing in the colours of the surrounding page; of more than 200 agents only the words."""
+        words = f"<p>{escape(self.describe())}</p>"
+        if self.agents > 200:
+            return words
+        layout = nx.kamada_kawai_layout(self.to_networkx())
+        at = {agent: (160 + 140 * x, 160 + 140 * y) for agent, (x, y) in layout.items()}
+        lines = "".join(
+            f'<line x1="{at[i][0]:.1f}" y1="{at[i][1]:.1f}" x2="{at[j][0]:.1f}" y2="{at[j][1]:.1f}"/>'
+            for i, j in self.edges.tolist()
+        )
+        dots = "".join(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9"/><text x="{x:.1f}" y="{y + 3:.1f}" fill="#fff">{agent}</text>'
+            for agent, (x, y) in sorted(at.items())
+        )
+        return (
+            f'<svg class="net" viewBox="0 0 320 320" width="320" role="img" aria-label="{escape(self.describe())}">'
+            f'<g stroke="currentColor" stroke-opacity="0.5">{lines}</g><g fill="#0072b2" stroke="none" font-size="9" '
+            f'text-anchor="middle">{dots}</g></svg>{words}'
+        )
+
+    def _repr_html_(self) -> str:
+        return self.svg()
+
 
 def from_edges(edges: Iterable[Sequence[int]], agents: int | None = None, name: str = "edges") -> Graph:
-    """A graph from pairs of agents 0..m-1; m defaults to the largest number that occurs, plus one.
+    """A graph from pairs of agents 0..m-1; m defaults to the largest agent number plus one.
 
     >>> from_edges([(0, 1), (1, 2)]).degrees.tolist()
     [1, 2, 1]
@@ -130,34 +161,67 @@ def from_edges(edges: Iterable[Sequence[int]], agents: int | None = None, name: 
     links = sp.coo_array((np.ones(len(array)), (array[:, 0], array[:, 1])), shape=(count, count))
     parts = csgraph.connected_components(links, directed=False)[0]
     if parts > 1:
-        raise CadenError(f"The graph has {parts} components; consensus needs a connected one: add edges.")
+        raise CadenError(f"The graph has {parts} components, but consensus needs a connected graph: add edges.")
     return Graph(count, array, name)
 
 
 def union(graphs: Sequence[Graph]) -> Graph:
-    """All edges of several graphs on the same agents: the graph of a run whose `links` goes through them.
+    """The union of several graphs on the same agents: the graph of a run whose `links` switches between them.
 
     >>> union([from_edges([(0, 1), (1, 2)]), from_edges([(0, 2), (1, 2)])]).edges.tolist()
     [[0, 1], [0, 2], [1, 2]]
     """
     if len({graph.agents for graph in graphs}) != 1:
-        raise CadenError("`union` needs graphs with equally many agents.")
+        raise CadenError("`union` needs graphs with the same number of agents.")
     return from_edges([edge for graph in graphs for edge in graph.edges.tolist()], graphs[0].agents, "union")
 
 
 def from_networkx(graph: nx.Graph[Any], name: str = "networkx") -> Graph:
-    """A graph from networkx; its nodes become agents 0..m-1 in the order in which networkx lists them."""
+    """A graph from networkx; its nodes become agents 0..m-1 in the order of networkx."""
     if graph.is_directed():
-        raise CadenError("The graph is directed; agents talk both ways: use `graph.to_undirected()`.")
+        raise CadenError("The graph is directed, but agents communicate both ways: use `graph.to_undirected()`.")
     position = {node: i for i, node in enumerate(graph.nodes)}
     return from_edges([(position[a], position[b]) for a, b in graph.edges()], len(position), name)
 
 
-def erdos_renyi(agents: int, p: float = 0.2, edges: int | None = None, seed: int = 0) -> Graph:
-    """A connected random graph G(m, p); with `edges`, one with exactly so many edges instead.
+def from_adjacency(matrix: Any, name: str = "adjacency") -> Graph:
+    """A graph from a symmetric (m, m) adjacency matrix, dense or sparse; nonzero entries are edges.
 
-    Graphs are drawn until one is connected. With `edges` so few that this is unlikely, a random spanning tree is drawn
-    first and filled up with random edges.
+    >>> from_adjacency([[0, 1, 0], [1, 0, 1], [0, 1, 0]]).edges.tolist()
+    [[0, 1], [1, 2]]
+    """
+    try:
+        dense = matrix.toarray() if hasattr(matrix, "toarray") else matrix  # from scipy.sparse
+        entries = sp.coo_array(np.asarray(dense))
+    except (TypeError, ValueError):
+        raise CadenError(f"An adjacency matrix must hold numbers, got {type(matrix).__name__}.") from None
+    if entries.ndim != 2 or entries.shape[0] != entries.shape[1]:
+        raise CadenError(f"An adjacency matrix must be square, got shape {entries.shape}.")
+    pairs = {(int(i), int(j)) for i, j, value in zip(*entries.coords, entries.data) if value != 0}
+    if any((j, i) not in pairs for i, j in pairs):
+        raise CadenError("The adjacency matrix is not symmetric, but agents communicate both ways.")
+    return from_edges(sorted(pairs), entries.shape[0], name)
+
+
+def as_graph(graph: Any) -> Graph:
+    """Return a graph from itself, from a networkx graph or from an adjacency matrix."""
+    if isinstance(graph, Graph):
+        return graph
+    if isinstance(graph, nx.Graph):
+        return from_networkx(graph)
+    if sp.issparse(graph) or isinstance(graph, np.ndarray):
+        return from_adjacency(graph)
+    raise CadenError(
+        f"`graph` must be a Graph, a networkx graph or an adjacency matrix, got {type(graph).__name__}: use a function "
+        "of `caden.graphs`, for example `caden.graphs.ring(20)`."
+    )
+
+
+def erdos_renyi(agents: int, p: float = 0.2, edges: int | None = None, seed: int = 0) -> Graph:
+    """A connected random graph G(m, p), or one with exactly `edges` edges.
+
+    Graphs are drawn until one is connected. If `edges` is so small that this is unlikely, a random spanning tree is
+    drawn and random edges are added.
 
     >>> erdos_renyi(20, 0.2, edges=37).degrees.sum()
     np.int64(74)
@@ -170,15 +234,15 @@ def erdos_renyi(agents: int, p: float = 0.2, edges: int | None = None, seed: int
             raise CadenError(f"`p` must lie in (0, 1], got {p}.")
         draws = (nx.fast_gnp_random_graph(agents, p, seed=int(rng.integers(2**31))) for _ in range(500))
     else:
-        most = agents * (agents - 1) // 2
-        if not agents - 1 <= require_integer("edges", edges) <= most:
-            raise CadenError(f"`edges` must lie in {agents - 1}..{most} for {agents} agents, got {edges}.")
+        max_edges = agents * (agents - 1) // 2
+        if not agents - 1 <= require_integer("edges", edges) <= max_edges:
+            raise CadenError(f"`edges` must lie in {agents - 1}..{max_edges} for {agents} agents, got {edges}.")
         draws = (nx.gnm_random_graph(agents, edges, seed=int(rng.integers(2**31))) for _ in range(100))
     for graph in draws:
         if nx.is_connected(graph):
             return from_networkx(graph, "erdos_renyi")
     if edges is None:
-        raise CadenError(f"No connected graph in 500 draws of G({agents}, {p}): raise `p` or give `edges`.")
+        raise CadenError(f"No connected graph in 500 draws of G({agents}, {p}): raise `p` or set `edges`.")
     graph = nx.random_labeled_tree(agents, seed=int(rng.integers(2**31)))
     while graph.number_of_edges() < edges:
         i, j = rng.choice(agents, 2, replace=False)
@@ -198,12 +262,12 @@ def path(agents: int) -> Graph:
 
 
 def star(agents: int) -> Graph:
-    """Agent 0 in the middle, linked to all others."""
+    """A star: agent 0 is linked to all others."""
     return from_networkx(nx.star_graph(require_integer("agents", agents, least=2) - 1), "star")
 
 
 def complete(agents: int) -> Graph:
-    """Everyone linked to everyone."""
+    """A complete graph: all agents are linked to each other."""
     return from_networkx(nx.complete_graph(require_integer("agents", agents, least=2)), "complete")
 
 
@@ -214,20 +278,20 @@ def grid(rows: int, columns: int) -> Graph:
 
 
 def torus(rows: int, columns: int) -> Graph:
-    """A grid whose borders are glued together."""
+    """A grid with periodic boundaries."""
     require_integer("rows", rows, least=3), require_integer("columns", columns, least=3)
     return from_networkx(nx.grid_2d_graph(rows, columns, periodic=True), "torus")
 
 
 def exponential(agents: int) -> Graph:
-    """Agent i is linked to i + 1, i + 2, i + 4, ... (modulo m): logarithmic degree and diameter."""
+    """Agent i linked to i + 1, i + 2, i + 4, ... (modulo m): logarithmic degree and diameter."""
     require_integer("agents", agents, least=2)
     hops = [1 << k for k in range((agents - 1).bit_length())]
     return from_networkx(nx.circulant_graph(agents, hops), "exponential")
 
 
 def small_world(agents: int, k: int = 4, p: float = 0.1, seed: int = 0) -> Graph:
-    """Watts-Strogatz: a ring of `k` nearest neighbours, each edge rewired with probability `p`; connected."""
+    """A connected Watts-Strogatz graph: a ring of `k` nearest neighbours, edges rewired with probability `p`."""
     require_integer("agents", agents, least=3), require_integer("k", k, least=2), require_integer("seed", seed)
     if k >= agents:
         raise CadenError(f"`k` must be below the number of agents ({agents}), got {k}.")
@@ -237,7 +301,7 @@ def small_world(agents: int, k: int = 4, p: float = 0.1, seed: int = 0) -> Graph
 
 
 def regular(agents: int, degree: int = 4, seed: int = 0) -> Graph:
-    """A random graph in which everyone has `degree` neighbours, connected."""
+    """A connected random graph in which every agent has `degree` neighbours."""
     require_integer("agents", agents, least=2), require_integer("degree", degree, least=1)
     if degree >= agents or agents * degree % 2 or (degree == 1 and agents > 2):
         raise CadenError(f"There is no connected graph of {agents} agents with {degree} neighbours each.")

@@ -1,4 +1,4 @@
-"""Making things from tables `{name = "...", parameter = value, ...}`, as TOML files and keyword arguments give them."""
+"""Objects built from tables `{name = "...", parameter = value, ...}`, from TOML files or keyword arguments."""
 
 import importlib.util
 import inspect
@@ -12,7 +12,7 @@ Factory = Callable[..., Any]
 
 
 def load_object(name: str) -> Any:
-    """The object behind "module:name" or "path/to/file.py:name"."""
+    """Load the object at "module:name" or "path/to/file.py:name"."""
     source, _, attribute = name.rpartition(":")
     try:
         if not source.endswith(".py"):
@@ -30,23 +30,23 @@ def load_object(name: str) -> Any:
 def factory(
     kind: str, registry: Mapping[str, Factory], table: Mapping[str, Any], hidden: tuple[str, ...] = ()
 ) -> Factory:
-    """The function that a table names, after checking that it knows all the table's keys."""
+    """Return the function that a table names, after checking that it accepts all keys of the table."""
     name = table.get("name")
     if not isinstance(name, str):
         raise CadenError(f"`{kind}.name` is missing; known: {', '.join(sorted(registry))}.")
-    found: Factory = load_object(name) if ":" in name else registry[require_choice(kind, name, registry)]
-    if not callable(found):
+    function: Factory = load_object(name) if ":" in name else registry[require_choice(kind, name, registry)]
+    if not callable(function):
         raise CadenError(f"{name!r} is not a function that makes a {kind}.")
-    known = [key for key in parameters(found) if key not in hidden]
-    free = any(p.kind is p.VAR_KEYWORD for p in parameters(found).values())
+    known = [key for key in parameters(function) if key not in hidden]
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters(function).values())
     for key in table:
-        if key != "name" and not free:
+        if key != "name" and not accepts_any:
             require_choice("key", f"{kind}.{key}", [f"{kind}.{k}" for k in known])
-    return found
+    return function
 
 
 def parameters(function: Factory) -> dict[str, inspect.Parameter]:
-    """The named parameters of a function; none if they cannot be told."""
+    """Return the named parameters of a function, or none if they cannot be determined."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -54,13 +54,13 @@ def parameters(function: Factory) -> dict[str, inspect.Parameter]:
 
 
 def make(kind: str, registry: Mapping[str, Factory], table: Mapping[str, Any], **shared: Any) -> Any:
-    """Call the named function with the table's values, and with those shared ones that it takes and the table lacks."""
+    """Call the function a table names with the table's values and the shared values it accepts and the table lacks."""
     function = factory(kind, registry, table)
-    takes = parameters(function)
-    arguments = {k: v for k, v in shared.items() if k in takes} | {k: v for k, v in table.items() if k != "name"}
-    lacking = [
-        n for n, p in takes.items() if p.default is p.empty and n not in arguments and p.kind is p.POSITIONAL_OR_KEYWORD
+    known = parameters(function)
+    arguments = {k: v for k, v in shared.items() if k in known} | {k: v for k, v in table.items() if k != "name"}
+    missing = [
+        n for n, p in known.items() if p.default is p.empty and n not in arguments and p.kind is p.POSITIONAL_OR_KEYWORD
     ]
-    if lacking:
-        raise CadenError(f"`{kind}.{lacking[0]}` is missing: {table['name']} needs it.")
+    if missing:
+        raise CadenError(f"`{kind}.{missing[0]}` is missing: {table['name']} needs it.")
     return function(**arguments)

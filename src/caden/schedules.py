@@ -1,7 +1,7 @@
-"""Who is awake, which links are up and who does how much, round by round.
+"""Which agents are awake, which links are up and how many local steps each agent takes, round by round.
 
 Every random draw is a pure function of (seed, label, round, agent): any process can evaluate any draw, and a resumed
-run sees the same ones. A schedule is a function ``(round, draw) -> number or one value per agent``.
+run gets the same ones. A schedule is a function ``(round, draw) -> number or one value per agent``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from caden.registry import make
 
 
 class Draw(NamedTuple):
-    """Random numbers by name: `draw.uniform(label, round)` is one number in [0, 1) per agent."""
+    """Random numbers by label: `draw.uniform(label, round)` is one number in [0, 1) per agent."""
 
     seed: int
     agents: int
 
     def uniform(self, label: str, round: int, count: int | None = None) -> np.ndarray:
-        """(agents,) numbers; entry i depends only on (seed, label, round, i)."""
+        """Return (agents,) numbers; entry i depends only on (seed, label, round, i)."""
         key = hashlib.blake2b(f"{self.seed}/{label}".encode(), digest_size=16).digest()
         stream = np.random.Philox(key=np.frombuffer(key, np.uint64), counter=[0, 0, 0, round + 1])
         return np.random.Generator(stream).random(self.agents if count is None else count)
@@ -36,7 +36,7 @@ Schedule = Callable[[int, Draw], Any]
 
 
 def switch(first: Any, then: Any, at: int) -> Schedule:
-    """`first` before round `at`, `then` from it on. The paper's "-Red" workload is ``switch(5, 1, at=100)``."""
+    """`first` before round `at`, otherwise `then`. The paper's "-Red" workload is ``switch(5, 1, at=100)``."""
     require_integer("at", at)
     return lambda round, draw: first if round < at else then
 
@@ -49,7 +49,7 @@ def between(low: int, high: int) -> Schedule:
 
 
 def in_turn(parts: int) -> Schedule:
-    """Agent (or link) number i is up in the rounds t with t = i modulo `parts`."""
+    """Agent (or link) i is up in the rounds t with t = i modulo `parts`."""
     require_integer("parts", parts, least=1)
     return lambda round, draw: np.arange(draw.agents) % parts == round % parts
 
@@ -58,29 +58,29 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {"switch": switch, "between": be
 
 
 def from_spec(spec: Any) -> Any:
-    """Turn a TOML value into what `simulate` takes: a number and a list stay, a table names a schedule."""
+    """Turn a TOML value into an argument of `simulate`: a table names a schedule, numbers and lists are unchanged."""
     return make("schedule", SCHEDULES, spec) if isinstance(spec, dict) else spec
 
 
-def _per_agent(name: str, value: Any, agents: int, one: str = "agent") -> np.ndarray:
+def _per_agent(name: str, value: Any, agents: int, unit: str = "agent") -> np.ndarray:
     array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
     if array.ndim == 0:
         array = np.full(agents, array)
     if array.shape != (agents,):
         raise CadenError(
-            f"`{name}` must be a number or one value per {one} ({agents}), got {array.shape[0]} values."
+            f"`{name}` must be a number or one value per {unit} ({agents}), got {array.shape[0]} values."
             if array.ndim == 1
             else f"`{name}` must be a number, a sequence or a schedule, got shape {array.shape}."
         )
     if array.dtype.kind not in "biuf":
-        raise CadenError(f"`{name}` must be made of numbers, got {value!r}.")
+        raise CadenError(f"`{name}` must consist of numbers, got {value!r}.")
     return array
 
 
 class Participation:
-    """Which agents are awake: a probability, one per agent, or a schedule of either (or of boolean masks)."""
+    """The awake agents of each round: a probability, one per agent, or a schedule of either (or of boolean masks)."""
 
-    name, one = "participation", "agent"
+    name, unit = "participation", "agent"
 
     def __init__(self, spec: float | Sequence[float] | Schedule, draw: Draw):
         self._draw = draw
@@ -93,22 +93,22 @@ class Participation:
         return self._schedule(round, self._draw)
 
     def probability(self, round: int) -> np.ndarray:
-        value = _per_agent(self.name, self._value(round), self._draw.agents, self.one)
+        value = _per_agent(self.name, self._value(round), self._draw.agents, self.unit)
         if value.dtype != bool and not ((value > 0) & (value <= 1)).all():
             raise CadenError(f"`{self.name}` must lie in (0, 1], got {value[~((value > 0) & (value <= 1))][0]}.")
         return value
 
     def __call__(self, round: int) -> Tensor:
-        """(m,) bool."""
+        """Return the (m,) boolean mask of a round."""
         value = self.probability(round)
         awake = value if value.dtype == bool else self._draw.uniform(self.name, round) < value
         return torch.from_numpy(np.ascontiguousarray(awake))
 
 
 class Links(Participation):
-    """Which edges of the graph are up: as for agents, or a schedule (round, draw) -> graph with edges among its own."""
+    """The edges that are up in each round: as for agents, or a schedule (round, draw) -> graph with some of them."""
 
-    name, one = "links", "edge"
+    name, unit = "links", "edge"
 
     def __init__(self, spec: float | Sequence[float] | Schedule, graph: Graph, seed: int):
         self._graph = graph
@@ -116,22 +116,22 @@ class Links(Participation):
 
     @classmethod
     def from_spec(cls, spec: Any, graph: Graph, seed: int) -> Links | None:
-        """None if every edge is up in every round."""
-        found = None if spec is None else cls(spec, graph, seed)
-        return found if found is not None and found.may_sleep else None
+        """Return the links, or None if every edge is up in every round."""
+        links = None if spec is None else cls(spec, graph, seed)
+        return links if links is not None and links.may_sleep else None
 
     def _value(self, round: int) -> Any:
         value = super()._value(round)
         if not isinstance(value, Graph):
             return value
-        ours, theirs = (g.edges[:, 0] * self._graph.agents + g.edges[:, 1] for g in (self._graph, value))
-        if value.agents > self._graph.agents or not np.isin(theirs, ours).all():
-            raise CadenError("`links` gives a graph with an edge that the graph of the run lacks; see `graphs.union`.")
-        return np.isin(ours, theirs)
+        run_edges, round_edges = (g.edges[:, 0] * self._graph.agents + g.edges[:, 1] for g in (self._graph, value))
+        if value.agents > self._graph.agents or not np.isin(round_edges, run_edges).all():
+            raise CadenError("`links` gives a graph with an edge that the run's graph lacks; see `graphs.union`.")
+        return np.isin(run_edges, round_edges)
 
 
 class Workload:
-    """How many local iterations each agent does: a number, one per agent, or a schedule of either."""
+    """The local steps of each agent: a number, one per agent, or a schedule of either."""
 
     def __init__(self, spec: int | Sequence[int] | Schedule, draw: Draw):
         self._draw = draw
@@ -139,7 +139,7 @@ class Workload:
         self(0)
 
     def __call__(self, round: int) -> Tensor:
-        """(m,) int64."""
+        """Return the (m,) int64 local steps of a round."""
         value = _per_agent("local_steps", self._schedule(round, self._draw), self._draw.agents)
         if not np.isfinite(value).all() or (value < 0).any() or (value != np.floor(value)).any():
             raise CadenError(f"`local_steps` must be whole numbers of at least 0, got {value.tolist()!r}.")

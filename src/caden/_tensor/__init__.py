@@ -1,1 +1,1 @@
-"""Private helpers on rows, states and threads."""
+"""Private helpers for rows, states and threads."""

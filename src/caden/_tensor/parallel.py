@@ -1,6 +1,5 @@
-"""Going through agents one by one, on threads or in turn, and memory that is freed and needed again."""
+"""Loops over agents, one by one, on threads or in order."""
 
-import ctypes
 import os
 import threading
 from collections import deque
@@ -10,28 +9,10 @@ from functools import cache
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-
-
-@cache
-def keep_freed_memory() -> bool:
-    """Ask glibc to keep freed blocks instead of handing them back to the system at once; True if it listens.
-
-    A round makes and drops dozens of tensors of k x d numbers. Returned and fetched again each time, page by page, they
-    cost a visible part of the round. CADEN_MALLOC=system leaves the allocator alone.
-    """
-    if os.environ.get("CADEN_MALLOC") == "system":
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # not glibc
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30)) and bool(mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
-
 
 @cache
 def _workers(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads that run torch single-threaded; all of them are started and set up before this returns."""
+    """Return threads that run torch single-threaded, all of them started and set up."""
     ready = threading.Barrier(threads + 1)
 
     def prepare() -> None:
@@ -48,8 +29,8 @@ def _workers(process: int, threads: int) -> ThreadPoolExecutor:
 def run_in_threads(function: Callable[[int], object], items: Iterable[int]) -> None:
     """Call `function` on every item, on as many threads as torch may use, with one torch thread inside each call.
 
-    Products of one agent are too small to share between cores without loss, and a result computed by a single thread
-    has the same bits whatever the number of workers.
+    The products of one agent are too small to split between cores without loss. A result computed by a single thread
+    has the same bits for any number of threads.
     """
     items, threads = list(items), torch.get_num_threads()
     if threads == 1 or len(items) < 2:
@@ -57,22 +38,22 @@ def run_in_threads(function: Callable[[int], object], items: Iterable[int]) -> N
             function(item)
         return
     pool = _workers(os.getpid(), threads - 1)
-    left = deque(items)  # taken from both ends: neighbours in memory go to one thread
+    queue = deque(items)  # taken from both ends: neighbours in memory go to the same thread
 
     def work(thread: int) -> None:
-        take = left.pop if thread % 2 else left.popleft
-        while left:
+        take = queue.pop if thread % 2 else queue.popleft
+        while queue:
             try:
                 item = take()
-            except IndexError:  # another was faster
+            except IndexError:  # another thread took the last item
                 return
             try:
                 function(item)
             except BaseException:
-                left.clear()  # nobody goes on
+                queue.clear()  # stops the other threads
                 raise
 
-    torch.set_num_threads(1)  # the product library has one setting for all threads
+    torch.set_num_threads(1)  # the library for matrix products has one setting for all threads
     try:
         helpers = [pool.submit(work, thread) for thread in range(1, threads)]
         try:
@@ -86,9 +67,9 @@ def run_in_threads(function: Callable[[int], object], items: Iterable[int]) -> N
 
 
 def run_in_order(function: Callable[[int], object], items: Iterable[int]) -> None:
-    """The same one after the other, with torch's threads inside each call: better where memory is what limits."""
+    """Call `function` on the items in order, with torch's threads inside each call: better if memory is the limit."""
     for item in items:
         function(item)
 
 
-AGENT_LOOPS = {"loop": run_in_threads, "turns": run_in_order}  # ways to go through agents one by one
+AGENT_LOOPS = {"loop": run_in_threads, "turns": run_in_order}  # ways to loop over agents one by one

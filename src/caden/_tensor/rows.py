@@ -1,68 +1,68 @@
-"""Small things on rows, which are agents; `rows` picks some of them, and None stands for all, which needs no copies."""
+"""Small operations on rows, which are agents. `rows` selects some of them; None means all, without copies."""
 
 import torch
 from torch import Tensor
 
-WIDE = 1 << 13  # rows at least this long are worth a call each; shorter ones are handled together
+WIDE = 1 << 13  # rows at least this long are worth a call each; shorter ones are processed together
 
 
 def rows_where(mask: Tensor) -> Tensor | None:
-    """Rows where `mask` holds."""
+    """Return the rows where `mask` holds, or None if it holds for all."""
     return None if bool(mask.all()) else mask.nonzero().flatten()
 
 
 def take_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    """Rows of a tensor; the tensor itself for None."""
+    """Return rows of a tensor; the tensor itself for None."""
     return tensor if rows is None else tensor[rows]
 
 
 def view_rows(data: Tensor, rows: Tensor | None) -> Tensor:
-    """`pick` for what is only read: rows that follow each other come as a view."""
+    """Return rows of a tensor for reading only: consecutive rows are a view."""
     if rows is not None and len(rows) > 1 and bool((rows.diff() == 1).all()):
         return data[int(rows[0]) :][: len(rows)]
     return take_rows(data, rows)
 
 
 def row_numbers(rows: Tensor | None, agents: int) -> list[int]:
-    """Their numbers."""
+    """Return the row numbers as a list."""
     return list(range(agents)) if rows is None else rows.tolist()
 
 
 def rows_separately() -> bool:
-    """Whether every row must be computed by itself, so that its bits do not depend on which others are at hand.
+    """Return whether every row must be computed by itself, so its bits do not depend on which other rows are present.
 
-    A batched product takes another path for one row than for many, and a vectorised exponential another at the end of
-    a tensor; a deterministic run may not depend on either.
+    A batched product takes another path for one row than for many, and a vectorised exponential takes another path at
+    the end of a tensor. A deterministic run must not depend on either.
     """
     return torch.are_deterministic_algorithms_enabled()
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself; in a deterministic run, at an address that is a multiple of 64.
+    """Return the tensor; in a deterministic run, at an address that is a multiple of 64.
 
-    On some processors MKL sums in an order that depends on where its operands start, and where a row starts depends on
-    which others are stored before it.
+    On some processors MKL sums in an order that depends on the addresses of its operands, and the address of a row
+    depends on which other rows are stored before it.
     """
     return tensor.clone() if rows_separately() and tensor.data_ptr() % 64 else tensor
 
 
 def batched_mv(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """(k, n, d), (k, d) -> (k, n): row by row products; also (n, d), (d,) -> (n,)."""
+    """Multiply row by row: (k, n, d), (k, d) -> (k, n); also (n, d), (d,) -> (n,)."""
     if matrices.ndim == 3 and len(matrices) and rows_separately():
         return torch.stack([torch.mv(aligned(a), aligned(v)) for a, v in zip(matrices, vectors)])
     return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, for (k, ., .) tensors."""
+    """Add left @ right to `total` in place, for (k, ., .) tensors."""
     if rows_separately():
-        total += torch.bmm(aligned(left), aligned(right))  # into memory of its own, which is aligned
+        total += torch.bmm(aligned(left), aligned(right))  # the product has its own memory, which is aligned
     else:
         total.baddbmm_(left, right)
 
 
 def solve_rows(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """(k, d, d), (k, d) -> (k, d): the solutions of A_i p_i = v_i."""
+    """Solve A_i p_i = v_i row by row: (k, d, d), (k, d) -> (k, d)."""
     if rows_separately():
         return torch.stack([torch.linalg.solve(aligned(a), aligned(v)) for a, v in zip(matrices, vectors)])
     solutions: Tensor = torch.linalg.solve(matrices, vectors)
@@ -70,13 +70,13 @@ def solve_rows(matrices: Tensor, vectors: Tensor) -> Tensor:
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Row by row inner products, (k, d) x (k, d) -> (k,)."""
+    """Return the inner products row by row: (k, d), (k, d) -> (k,)."""
     if a.shape[1] < WIDE:
         return (a * b).sum(1)
     return torch.stack([torch.dot(aligned(u), aligned(v)) for u, v in zip(a, b)])
 
 
 def row_norms(a: Tensor) -> Tensor:
-    """Row by row Euclidean norms, (k, d) -> (k,)."""
+    """Return the Euclidean norms row by row: (k, d) -> (k,)."""
     norms: Tensor = torch.linalg.vector_norm(a, dim=1)
     return norms

@@ -1,4 +1,4 @@
-"""States, which are nested NamedTuples of tensors, as flat dictionaries and back."""
+"""Conversion of states, which are nested NamedTuples of tensors, to flat dictionaries and back."""
 
 from typing import Any
 
@@ -9,25 +9,25 @@ from caden.errors import CadenError
 
 
 def flatten(value: Any, path: str) -> dict[str, Tensor]:
-    """A nested NamedTuple of tensors as {path: tensor}; None has no entry."""
+    """Flatten a nested NamedTuple of tensors to {path: tensor}; None has no entry."""
     if isinstance(value, Tensor):
         return {path: value}
     if value is None:
         return {}
     if isinstance(value, bool | int | float):
         return {path: torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, part in zip(value._fields, value):
-        found |= flatten(part, f"{path}.{name}")
-    return found
+        tensors |= flatten(part, f"{path}.{name}")
+    return tensors
 
 
 def restore(template: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """The structure of `template` with the tensors of a checkpoint."""
+    """Fill the structure of `template` with the tensors of a checkpoint."""
     if isinstance(template, Tensor):
         saved = tensors.get(path)
         if saved is None or saved.shape != template.shape or saved.dtype != template.dtype:
-            raise CadenError(f"The checkpoint does not fit this run: {path} is missing or of another shape.")
+            raise CadenError(f"The checkpoint does not fit this run: {path} is missing or has another shape.")
         return saved.to(template.device)
     if template is None:
         return None

@@ -1,46 +1,88 @@
-"""The command line: parse, call, print. Exit code 0 is done, 1 a failed run, 2 bad input."""
+"""The command line: parse, call, print. Exit code 0 means done, 1 a failed run, 2 bad input.
 
-import os
+A command imports what it needs when it is called, so that help and usage errors do not wait for torch.
+"""
+
 import sys
 import warnings
+from typing import Annotated, NoReturn
 
 import typer
 
-from caden._tensor.parallel import keep_freed_memory
+from caden._tensor.memory import keep_freed_memory
+from caden._version import __version__
 from caden.cli import fleet, run, study
 from caden.errors import CadenError, RunError
-from caden.networks import cluster
+from caden.launcher import launched
 
-app = typer.Typer(
-    help="Decentralized optimization: agents on a graph train one model together without a server.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"caden {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Decentralized optimization: agents on a graph train one model together without a server."""
+
+
 for module in (run, study, fleet):
     module.register(app)
 
 
 def main() -> None:
-    """Entry point: errors and warnings are one line each on standard error."""
+    """Run the command line; errors and warnings are one line each on standard error."""
     warnings.showwarning = lambda message, *rest: print(f"caden: warning: {message}", file=sys.stderr)
     if "" not in sys.path:
-        sys.path.insert(0, "")  # modules in the current folder count
-    if os.environ.get("CADEN_MALLOC") != "system":
-        keep_freed_memory()
-    job = cluster.launched()
+        sys.path.insert(0, "")  # modules in the current directory can be named in a file
+    keep_freed_memory()
     try:
-        app()
+        sys.exit(app(prog_name="caden", standalone_mode=False))
     except (CadenError, RunError) as error:
-        if job is None or job.rank == 0:  # the other ranks have met the same
-            print(f"caden: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, CadenError) else 1)
+        _end(str(error), 2 if isinstance(error, CadenError) else 1)
     except (RuntimeError, MemoryError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        if isinstance(error, MemoryError) or "allocate memory" in line:
-            print(f"caden: There is not enough memory: {line.rpartition(': ')[2].partition('. ')[0]}.", file=sys.stderr)
-            sys.exit(2)
-        if job is None:
+        _end_unexpected(error)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what the parser refuses has one
             raise
-        print(f"caden: rank {job.rank} lost its job: {line}", file=sys.stderr)
-        sys.exit(1)
+        _refuse_usage(error)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """Print one line, in the first process of a job only: the others have met the same error."""
+    job = launched()
+    if job is None or job.rank == 0:
+        print(f"caden: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _refuse_usage(error: Exception) -> NoReturn:
+    """Print what the parser says about the arguments, or the help where there are none."""
+    message: str = error.format_message()  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(message)
+        sys.exit(2)
+    command = context.command_path if context is not None else "caden"
+    print(f"caden: {' '.join(message.split()).rstrip('.')}. Run `{command} --help` for help.", file=sys.stderr)
+    sys.exit(2)
+
+
+def _end_unexpected(error: RuntimeError | MemoryError) -> NoReturn:
+    """Explain missing memory and a lost job in one line; everything else is a bug and keeps its traceback."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, MemoryError) or "allocate memory" in line:
+        print(f"caden: There is not enough memory: {line.rpartition(': ')[2].partition('. ')[0]}.", file=sys.stderr)
+        sys.exit(2)
+    job = launched()
+    if job is None:
+        raise error
+    print(f"caden: rank {job.rank} lost its job: {line}", file=sys.stderr)
+    sys.exit(1)

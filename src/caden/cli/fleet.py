@@ -1,5 +1,7 @@
 """The commands of peers: `caden peer`, `caden fleet`, `caden fleet init`, `caden replay`."""
 
+from __future__ import annotations
+
 import json
 import signal
 import subprocess
@@ -7,21 +9,15 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 from typer.core import TyperGroup
 
-from caden.experiments.config import experiment
-from caden.experiments.fleet_file import write_fleet
-from caden.experiments.peer import run_peer
-from caden.experiments.replay import replay
-from caden.networks.peers.fleet import Fleet
+if TYPE_CHECKING:
+    from rich.table import Table
 
-FleetFile = Annotated[Path, typer.Argument(metavar="FLEET.toml")]
+FleetFile = Annotated[Path, typer.Argument(metavar="FLEET.toml", help="File of the fleet.")]
 Out = Annotated[Path | None, typer.Option(help="Directory of the fleet; by default runs/NAME.")]
 
 
@@ -39,32 +35,38 @@ fleet_app = typer.Typer(
 
 def peer(
     file: FleetFile,
-    agent: Annotated[int, typer.Option(help="Which agent of the fleet to be.")],
+    agent: Annotated[int, typer.Option(help="Which agent of the fleet this is.")],
     out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON lines.")] = False,
 ) -> None:
-    """Be one agent of a fleet; after a crash the same command goes on."""
+    """Run one agent of a fleet. After a crash, the same command resumes it."""
+    from rich.console import Console
+
+    from caden.experiments.config import experiment
+    from caden.experiments.peer import run_peer
+    from caden.networks.peers.fleet import Fleet
+
     config = experiment(file)
     fleet, stop = Fleet.of(config), threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     console = Console(stderr=True)
-    said = 0.0
+    shown = 0.0
 
     def show(status: dict[str, Any]) -> None:
-        nonlocal said
+        nonlocal shown
         if as_json:
             print(json.dumps(status), flush=True)
-        elif status["state"] == "done" or time.monotonic() - said > 5:
-            said = time.monotonic()
-            console.print(_line(status), highlight=False)
+        elif status["state"] == "done" or time.monotonic() - shown > 5:
+            shown = time.monotonic()
+            console.print(_status_line(status), highlight=False)
 
     result = run_peer(config, agent, (out or Path("runs") / fleet.name) / f"agent-{agent}", stop, show, file.parent)
     if not as_json:
         Console().print(f"agent {agent}: {result.stopped} after {result.rows[-1]['round']} rounds; {result.directory}")
 
 
-def _line(status: dict[str, Any]) -> str:
+def _status_line(status: dict[str, Any]) -> str:
     down = f", no word from {status['down']}" if status["down"] else ""
     return f"agent {status['agent']}: round {status['round']}, loss {status['objective']:.6g}{down}"
 
@@ -75,12 +77,16 @@ def init(
     agents: Annotated[int, typer.Option(help="How many agents.")] = 6,
     graph: Annotated[str, typer.Option(help="Name of a graph.")] = "ring",
     lockstep: Annotated[
-        bool, typer.Option("--lockstep", help="Exact rounds instead of everyone at their pace.")
+        bool, typer.Option("--lockstep", help="Exact rounds instead of each agent at its own pace.")
     ] = False,
     tls: Annotated[bool, typer.Option("--tls", help="Make a certificate authority and certificates.")] = False,
     hosts: Annotated[str, typer.Option(help="Where the agents are, separated by commas.")] = "127.0.0.1",
 ) -> None:
-    """Write the file of a fleet: the digits, relaxed ADMM with L-BFGS, everyone on this machine."""
+    """Write the file of a fleet: the digits, relaxed ADMM with L-BFGS, all agents on this machine."""
+    from rich.console import Console
+
+    from caden.experiments.fleet_file import write_fleet
+
     names, mode = [host.strip() for host in hosts.split(",")], "lockstep" if lockstep else "free"
     folder = write_fleet(file, agents, graph, mode, names, tls)
     keys = f"; give each machine only its own key of {folder}" if folder else ""
@@ -89,18 +95,24 @@ def init(
 
 @fleet_app.command("run")
 def run_fleet(file: FleetFile, out: Out = None) -> None:
-    """Start all agents of a fleet on this machine; Ctrl-C ends them in an orderly way."""
+    """Start all agents of a fleet on this machine. Ctrl-C stops them in an orderly way."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from caden.experiments.config import experiment
+    from caden.networks.peers.fleet import Fleet
+
     config = experiment(file)
     fleet = Fleet.of(config)
     _, _, graph = config.build(lambda graph: fleet.hosted_agents(graph, 0))
     out = out or Path("runs") / fleet.name
     command = [sys.executable, "-m", "caden", "peer", str(file), "--out", str(out), "--json", "--agent"]
     agents = range(graph.agents)
-    crew = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in agents]
+    processes = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in agents]
     states: list[dict[str, Any]] = [{} for _ in agents]
 
     def listen(agent: int) -> None:
-        for line in crew[agent].stdout or ():
+        for line in processes[agent].stdout or ():
             states[agent] = json.loads(line)
 
     readers = [threading.Thread(target=listen, args=(i,), daemon=True) for i in agents]
@@ -111,38 +123,40 @@ def run_fleet(file: FleetFile, out: Out = None) -> None:
         signal.signal(number, lambda *_: stop.set())
     try:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
-            while any(member.poll() is None for member in crew) and not stop.is_set():
+            while any(process.poll() is None for process in processes) and not stop.is_set():
                 if console.is_terminal:
-                    live.update(_table(fleet.name, states, crew))
+                    live.update(_table(fleet.name, states, processes))
                 stop.wait(0.1)
     finally:
-        _end(crew)
+        _stop(processes)
         for reader in readers:
             reader.join(2)
-    console.print(_table(fleet.name, states, crew))
+    console.print(_table(fleet.name, states, processes))
     console.print(f"directory: {out}", soft_wrap=True)
-    code = max((abs(member.returncode) for member in crew), default=0)
+    code = max((abs(process.returncode) for process in processes), default=0)
     if code:
         raise typer.Exit(min(code, 2))
 
 
-def _end(crew: list[subprocess.Popen[str]]) -> None:
-    """Ask the processes to end, and end those that do not."""
-    end = time.monotonic() + 20
-    for member in crew:
-        member.terminate()
-    for member in crew:
+def _stop(processes: list[subprocess.Popen[str]]) -> None:
+    """Terminate the processes, and kill those that do not end in time."""
+    deadline = time.monotonic() + 20
+    for process in processes:
+        process.terminate()
+    for process in processes:
         try:
-            member.wait(max(0.1, end - time.monotonic()))
+            process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            member.kill()
+            process.kill()
 
 
-def _table(title: str, states: list[dict[str, Any]], crew: list[subprocess.Popen[str]]) -> Table:
+def _table(title: str, states: list[dict[str, Any]], processes: list[subprocess.Popen[str]]) -> Table:
+    from rich.table import Table
+
     table = Table(title=title, padding=0)
     for name in ("agent", "state", "round", "loss", "accuracy", "up", "down", "stale s", "MB sent", "refused"):
         table.add_column(name, justify="right")
-    for agent, (status, process) in enumerate(zip(states, crew)):
+    for agent, (status, process) in enumerate(zip(states, processes)):
         ended = process.poll()
         if not status:
             table.add_row(str(agent), "starts" if ended is None else f"exit {ended}")
@@ -162,12 +176,14 @@ def _table(title: str, states: list[dict[str, Any]], crew: list[subprocess.Popen
     return table
 
 
-def replay_fleet(folder: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
-    """Run a free-running fleet again from its logs, in this process, and compare to the bit."""
-    found = replay(folder)
-    for agent, steps, _, same in found:
-        print(f"agent {agent}: {steps} steps, {'the same bits' if same else 'DIFFERENT from what it left'}")
-    if not all(result.same for result in found):
+def replay_fleet(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the fleet.")]) -> None:
+    """Run a free-running fleet again from its logs, in this process, and compare the bits."""
+    from caden.experiments.replay import replay
+
+    results = replay(folder)
+    for agent, steps, _, same in results:
+        print(f"agent {agent}: {steps} steps, {'the same bits' if same else 'DIFFERENT from what it wrote'}")
+    if not all(result.same for result in results):
         raise typer.Exit(1)
 
 

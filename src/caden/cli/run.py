@@ -1,50 +1,52 @@
 """`caden run`, `resume` and `compare`."""
 
+from __future__ import annotations
+
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from caden.cli import show
+from caden import launcher
 from caden.cli.arguments import File, Json, Settings
-from caden.engine import log
-from caden.engine.history import RunDirectory
 from caden.errors import CadenError, RunError, require_integer
-from caden.experiments import forecast
-from caden.experiments.compare import compare_experiment
-from caden.experiments.config import Experiment, experiment
-from caden.networks import cluster
+
+if TYPE_CHECKING:
+    from caden.experiments.config import Experiment
 
 
 def _stamp() -> str:
     return datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
 
 
-def _carry_out(config: Experiment, directory: Path, resume: bool, as_json: bool, **options: Any) -> None:
-    """Run, and show also what a failed run recorded."""
-    transport = cluster.join() if cluster.launched() else None
-    speaks = transport is None or transport.rank == 0
+def _run_and_show(config: Experiment, directory: Path, resume: bool, as_json: bool, **options: Any) -> None:
+    """Run an experiment and print its result; with --json, also what a failed run recorded."""
+    from caden.cli import show
+    from caden.networks import cluster
+
+    transport = cluster.join() if launcher.launched() else None
+    first = transport is None or transport.rank == 0
     try:
         result = config.run(directory, resume, transport=transport, **options)
     except RunError as error:
-        if error.result is not None and as_json and speaks:
+        if error.result is not None and as_json and first:
             show.result(error.result, config, as_json)
         raise
-    if speaks:
+    if first:
         show.result(result, config, as_json)
 
 
-def _share(processes: int, agents: Any) -> None:
+def _start_processes(processes: int, agents: Any) -> None:
     """Start the same command again as several processes, and end with their exit code."""
     if isinstance(agents, int) and processes > agents:
         raise CadenError(f"{agents} agents cannot be spread over {processes} processes.")
-    given = [argument for argument in sys.argv[1:] if not argument.startswith("--processes=")]
-    if "--processes" in given:
-        at = given.index("--processes")
-        del given[at : at + 2]
-    sys.exit(cluster.start([sys.executable, "-m", "caden", *given], processes))
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--processes=")]
+    if "--processes" in arguments:
+        position = arguments.index("--processes")
+        del arguments[position : position + 2]
+    sys.exit(launcher.start([sys.executable, "-m", "caden", *arguments], processes))
 
 
 def run(
@@ -52,43 +54,53 @@ def run(
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; by default a new one under runs/.")] = None,
     events: Annotated[Path | None, typer.Option("--tensorboard", help="Folder for TensorBoard event files.")] = None,
-    processes: Annotated[int, typer.Option(help="Processes that share the agents, as under torchrun.")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what memory and time it would take.")] = False,
+    processes: Annotated[int, typer.Option(help="Number of processes to spread the agents over.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and run nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run an experiment; without a file the paper's setting on the embedded digits."""
-    config, job = experiment(file, settings or []), cluster.launched()
+    """Run an experiment. Without a file: the paper's setting on the embedded digits."""
+    from caden.cli import show
+    from caden.engine import log
+    from caden.experiments import forecast
+    from caden.experiments.config import experiment
+
+    config, job = experiment(file, settings or []), launcher.launched()
     if dry_run:
         estimate, _ = forecast.forecast(config)
         show.forecast(estimate, as_json)
         forecast.refuse(estimate, config)
         return
-    again, first = job is not None and job.restarted, job is None or job.rank == 0
+    restarted, first = job is not None and job.attempt > 0, job is None or job.rank == 0
     if out is None:
-        what = config.problem.get("data", config.problem["name"])
-        name = f"{config.method['name']}-{what}-{_stamp() if job is None else job.name}"
+        data = config.problem.get("data", config.problem["name"])
+        name = f"{config.method['name']}-{data}-{_stamp() if job is None else job.name}"
         out = Path("runs") / name.replace(":", ".").replace("/", ".")
-    elif out.exists() and not again and first:
-        raise CadenError(f"{out} exists already; choose another directory, or resume that run.")
+    elif out.exists() and not restarted and first:
+        raise CadenError(f"{out} already exists: choose another directory, or resume that run.")
     if require_integer("processes", processes, least=1) > 1 and job is None:
-        _share(processes, config.problem.get("agents"))
+        _start_processes(processes, config.problem.get("agents"))
     built = forecast.refuse_if_too_large(config) if job is None else None
     callbacks = [log.tensorboard(events)] if events is not None and first else []
-    _carry_out(config, out, again and out.exists(), as_json, callbacks=callbacks, built=built)
+    _run_and_show(config, out, restarted and out.exists(), as_json, callbacks=callbacks, built=built)
 
 
-def resume(directory: Annotated[Path, typer.Argument(metavar="RUN")], as_json: Json = False) -> None:
-    """Go on with an interrupted run; it ends in the same bytes as one that was not interrupted."""
+def resume(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")], as_json: Json = False
+) -> None:
+    """Continue an interrupted run. It ends in the same bytes as a run without the interruption."""
+    from caden.engine.history import RunDirectory
+    from caden.experiments.config import experiment
+
     file = directory / "config.toml"
     if not file.is_file():
         raise CadenError(
-            f"{directory} is not a run directory of this command: it has no config.toml (a run started from Python "
-            "goes on with simulate(..., resume=True))."
+            f"{directory} has no config.toml, so it cannot be resumed from here (a run started from Python continues "
+            "with simulate(..., resume=True))."
         )
     config = experiment(file, defaults={})
     if RunDirectory(directory).weights.exists():
-        raise CadenError(f"{directory} is complete; there is nothing to resume.")
-    _carry_out(config, directory, True, as_json)
+        raise CadenError(f"{directory} is complete: there is nothing to resume.")
+    _run_and_show(config, directory, True, as_json)
 
 
 def compare(
@@ -98,13 +110,17 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Directory for all runs; by default a new one under runs/.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run several methods on identical data, graph and start; parameters by --set compare.METHOD.KEY=VALUE."""
+    """Run several methods on the same data, graph and start. Set parameters by --set compare.METHOD.KEY=VALUE."""
+    from caden.cli import show
+    from caden.experiments.compare import compare_experiment
+    from caden.experiments.config import experiment
+
     config, out = experiment(file, settings or []), out or Path("runs") / f"compare-{_stamp()}"
     results = compare_experiment(config, [name.strip() for name in methods.split(",") if name.strip()], out)
     show.comparison(results, config.target, out, as_json)
-    failed = [f"{name}: {result.failure}" for name, result in results.items() if result.failure]
-    if failed:
-        raise RunError("; ".join(failed))
+    failures = [f"{name}: {result.failure}" for name, result in results.items() if result.failure]
+    if failures:
+        raise RunError("; ".join(failures))
 
 
 def register(app: typer.Typer) -> None:

@@ -4,57 +4,51 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from caden import data
+from caden import data, schedules
 from caden.engine.columns import COLUMNS, EFFORTS, to_target
+from caden.engine.figures import styles
 from caden.engine.history import Result, jsonable
 from caden.experiments.bench import Measure
 from caden.experiments.config import Experiment
 from caden.experiments.forecast import Forecast
 from caden.experiments.method_check import SETTINGS, verdict
 from caden.experiments.tune import Tuned
+from caden.graphs import GRAPHS
+from caden.methods import METHODS
+from caden.problems import PROBLEMS
+from caden.solvers import SOLVERS
 
 
 def as_json(value: Any) -> None:
-    """One JSON object on one line."""
+    """Print one JSON object on one line."""
     print(json.dumps(jsonable(value)))
 
 
 def path(what: str, where: Path | str) -> None:
-    """Say where something is, in one line however long."""
+    """Print where something is, on one line however long."""
     Console().print(f"{what}: {where}", soft_wrap=True)
 
 
 def result(result: Result, config: Experiment, json_wanted: bool) -> None:
-    """Print what a run gave."""
-    summary = result.summary()
+    """Print the result of a run."""
     if json_wanted:
-        folder, said = result.directory, config.model_dump(exclude_none=True)
-        as_json(
-            {"summary": summary, "history": result.rows, "config": said, "directory": str(folder) if folder else None}
-        )
+        directory = str(result.directory) if result.directory else None
+        settings = config.model_dump(exclude_none=True)
+        as_json({"summary": result.summary(), "history": result.rows, "config": settings, "directory": directory})
         return
     title = f"{config.method['name']} on {config.problem.get('data', config.problem['name'])}"
     table = Table("measure", title=title, min_width=44)
     table.add_column("value", justify="right")
-    if "accuracy" in summary:
-        table.add_row("final mean accuracy", COLUMNS["accuracy"].text(summary["accuracy"]))
-        table.add_row("best mean accuracy", COLUMNS["accuracy"].text(summary["best_accuracy"]))
-    if summary.get("target") is not None:
-        for name in ("round", "communications"):
-            took = summary[to_target(name)]
-            label = f"{to_target(name).removesuffix('_to_target')} to {summary['target']:.0%}"
-            table.add_row(label, "not reached" if took is None else COLUMNS[name].text(took))
-    shown = ("objective", "relative_error", "consensus", "dual_sum", "round", "communications", "gradients", "rejected")
-    for name in (*shown, "mu_z", "seconds"):
-        if summary.get(name) is not None:
-            table.add_row(COLUMNS[name].label, COLUMNS[name].text(summary[name]))
+    for label, text in result.table():
+        table.add_row(label, text)
     Console().print(table)
     if result.directory:
         path("run directory", result.directory)
@@ -63,54 +57,55 @@ def result(result: Result, config: Experiment, json_wanted: bool) -> None:
 
 
 def forecast(estimate: Forecast, json_wanted: bool) -> None:
-    """What a run would take."""
+    """Print the estimated memory and time of a run."""
     if json_wanted:
         as_json({**estimate._asdict(), "fits": estimate.fits})
         return
     gib = [f"{n / 2**30:.2f} GiB" for n in (estimate.state, estimate.problem, estimate.available)]
     print(f"state: {gib[0]} ({estimate.vectors:.0f} vectors per agent at the peak)\nproblem: {gib[1]}")
     print(f"available: {gib[2]}")
-    if not math.isnan(estimate.seconds):  # otherwise nothing was made that could be timed
+    if not math.isnan(estimate.seconds):  # otherwise there was nothing to time
         print(f"time per round: about {estimate.seconds:.2g} s")
 
 
 def comparison(results: Mapping[str, Result], target: float | None, folder: Path, json_wanted: bool) -> None:
-    """A row per method; what the target took, where there is one."""
+    """Print one row per method, with the cost of reaching the target if there is one."""
     summaries = {name: result.summary() for name, result in results.items()}
     if json_wanted:
-        failed = {name: result.failure for name, result in results.items() if result.failure}
-        as_json({"summaries": summaries, "failed": failed, "directory": str(folder)})
+        failures = {name: result.failure for name, result in results.items() if result.failure}
+        as_json({"summaries": summaries, "failed": failures, "directory": str(folder)})
         return
     columns = {"relative_error": "relative_error", "communications": "communications"}
-    title, headings = None, {"accuracy": "final", "best_accuracy": "best", "communications": "sent"}
+    title, headings = None, {"accuracy": "final", "best_accuracy": "best"}
     if any("accuracy" in summary for summary in summaries.values()):
         columns = {"accuracy": "accuracy", "best_accuracy": "accuracy"}
         if target is not None:
-            title = f"mean accuracy, and what it took to reach {target:.0%}"
+            title = f"mean accuracy, and the cost of reaching {target:.0%}"
             columns |= {to_target(name): name for name in EFFORTS}
-            headings |= {to_target(name): name for name in EFFORTS}
-            headings |= {to_target("round"): "rounds", to_target("communications"): "sent"}
+            headings |= {to_target(name): to_target(name).removesuffix("_to_target") for name in EFFORTS}
     table = Table("method", title=title)
     for key, name in columns.items():
         table.add_column(headings.get(key, COLUMNS[name].label), justify="right")
+    colours = styles(summaries)
     for label, summary in summaries.items():
-        table.add_row(label, *(COLUMNS[name].text(summary.get(key)) for key, name in columns.items()))
+        cells = (COLUMNS[name].text(summary.get(key)) for key, name in columns.items())
+        table.add_row(Text(label, colours[label][0]), *cells)  # the colour of its line in the picture
     Console().print(table)
     path("picture", folder / "compare.png")
 
 
-def theory(found: dict[str, Any], json_wanted: bool) -> None:
-    """Two columns for plain tables, the constants side by side."""
+def theory(report: dict[str, Any], json_wanted: bool) -> None:
+    """Print the theory report: plain tables in two columns, the constants side by side."""
     if json_wanted:
-        as_json(found)
+        as_json(report)
         return
     console = Console()
 
     def text(value: Any) -> str:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    printed, derived = found.pop("constants, printed"), found.pop("constants, derived")
-    for title, table in found.items():
+    printed, derived = report.pop("constants, printed"), report.pop("constants, derived")
+    for title, table in report.items():
         grid = Table(title=title, title_justify="left", show_header=False, min_width=60)
         for key, value in table.items():
             if title == "theorem 1":
@@ -134,79 +129,92 @@ def theory(found: dict[str, Any], json_wanted: bool) -> None:
 
 
 def tuned(winners: Mapping[str, Tuned], folder: Path, json_wanted: bool) -> None:
-    """The winners of a tuning, and where everything is."""
+    """Print the best parameters of each method, and where the trials are."""
     if json_wanted:
         as_json({name: {"parameters": t.parameters, **t.record.summary} for name, t in winners.items()})
         return
     table = Table("method", "best parameters", "rounds", "accuracy", title="tuned")
     for name, winner in winners.items():
         end = winner.record.summary
-        said = ", ".join(f"{k}={v}" for k, v in winner.parameters.items())
-        took, accuracy = end.get(to_target("round")), end.get("best_accuracy")
-        table.add_row(name, said, COLUMNS["round"].text(took), COLUMNS["accuracy"].text(accuracy))
+        parameters = ", ".join(f"{k}={v}" for k, v in winner.parameters.items())
+        rounds, accuracy = end.get(to_target("round")), end.get("best_accuracy")
+        table.add_row(name, parameters, COLUMNS["round"].text(rounds), COLUMNS["accuracy"].text(accuracy))
     Console().print(table)
     path("all trials", folder / "trials.csv")
-    again = f"caden compare {folder / 'tuned.toml'} --methods {','.join(winners)}"
-    path("compare them on the test set", again)
+    command = f"caden compare {folder / 'tuned.toml'} --methods {','.join(winners)}"
+    path("compare them on the test set", command)
 
 
-def _about(thing: str | Callable[..., Any]) -> tuple[str, str]:
-    """Parameters and first line of the documentation."""
-    if isinstance(thing, str):
-        return "", thing
+def _registries() -> dict[str, Mapping[str, Any]]:
+    """Everything that `caden list` knows, by kind."""
+    return {
+        "methods": METHODS,
+        "problems": PROBLEMS,
+        "graphs": GRAPHS,
+        "solvers": SOLVERS,
+        "schedules": schedules.SCHEDULES,
+        "partitions": data.PARTITIONS,
+        "data": data.DATASETS,
+    }
+
+
+def _signature_and_summary(entry: str | Callable[..., Any]) -> tuple[str, str]:
+    """Return the parameters and the first paragraph of the documentation."""
+    if isinstance(entry, str):
+        return "", entry
     hidden = ("dtype", "device")
     parameters = [
         name if p.default is p.empty else f"{name}={p.default!r}"
-        for name, p in inspect.signature(thing).parameters.items()
+        for name, p in inspect.signature(entry).parameters.items()
         if name not in hidden
     ]
-    return ", ".join(parameters), (inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " ")
+    return ", ".join(parameters), (inspect.getdoc(entry) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def _policy(method: Callable[..., Any]) -> str:
-    """What a method does about silent neighbours: the sentence of its module that begins "Sleeping agents:"."""
+    """Return what a method does about sleeping agents: the part of its module's text after "Sleeping agents:"."""
     for paragraph in (sys.modules[method.__module__].__doc__ or "").split("\n\n"):
-        _, found, policy = " ".join(paragraph.split()).partition("Sleeping agents: ")
-        if found:
+        _, marker, policy = " ".join(paragraph.split()).partition("Sleeping agents: ")
+        if marker:
             return f"Sleeping agents: {policy}"
     return ""
 
 
-def _entries(kind: str, things: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Parameters and documentation of everything in a registry."""
-    found = {}
-    for name, thing in sorted(things.items()):
-        parameters, about = _about(thing)
-        found[name] = {"parameters": parameters, "about": about}
+def _entries(kind: str) -> dict[str, dict[str, str]]:
+    """Return the parameters and documentation of everything of a kind."""
+    entries = {}
+    for name, entry in sorted(_registries()[kind].items()):
+        parameters, summary = _signature_and_summary(entry)
+        entries[name] = {"parameters": parameters, "about": summary}
         if kind == "methods":
-            found[name]["sleeping"] = _policy(thing)
-    return found
+            entries[name]["sleeping"] = _policy(entry)
+    return entries
 
 
-def listing(kinds: Mapping[str, Mapping[str, Any]], json_wanted: bool) -> None:
-    """What there is, by kind."""
-    entries = {kind: _entries(kind, things) for kind, things in kinds.items()}
+def listing(kinds: Sequence[str], json_wanted: bool) -> None:
+    """Print what there is, by kind."""
+    listed = {kind: _entries(kind) for kind in kinds}
     if json_wanted:
-        as_json(entries)
+        as_json(listed)
         return
-    for kind, things in entries.items():
-        table = Table("name", "what it is", title=kind, title_justify="left", expand=True, show_lines=True)
-        for name, entry in things.items():
+    for kind, entries in listed.items():
+        table = Table("name", "description", title=kind, title_justify="left", expand=True, show_lines=True)
+        for name, entry in entries.items():
             lines = [entry["about"], entry.get("sleeping", ""), f"[dim]{entry['parameters']}[/dim]"]
             table.add_row(name, "\n".join(line for line in lines if line and line != "[dim][/dim]"))
         Console().print(table)
 
 
 def datasets() -> None:
-    """The data sets and whether they are on this machine."""
-    table = Table("name", "what it is", "here")
+    """Print the data sets and whether they are on this machine."""
+    table = Table("name", "description", "on this machine")
     for name, about in data.DATASETS.items():
         table.add_row(name, about, "yes" if data.is_here(name) else "no")
     Console().print(table)
 
 
 def speed(measures: list[Measure], last: Mapping[str, float], json_wanted: bool) -> None:
-    """Ratios with their spread and goals, and what was measured last time."""
+    """Print ratios with their spread and goals, and the last measurement."""
     if json_wanted:
         as_json({m.name: {"ratios": m.ratios, "goal": m.goal, "met": m.met} for m in measures})
         return
@@ -220,11 +228,11 @@ def speed(measures: list[Measure], last: Mapping[str, float], json_wanted: bool)
     Console().print(table)
 
 
-def method_check(found: Mapping[str, dict[str, float | str]], json_wanted: bool) -> None:
-    """Distances from the minimiser of a strongly convex problem, as Markdown."""
+def method_check(distances: Mapping[str, dict[str, float | str]], json_wanted: bool) -> None:
+    """Print distances from the minimiser of a strongly convex problem, as Markdown."""
     if json_wanted:
-        as_json(found)
+        as_json(distances)
         return
     rows = [["method", *SETTINGS], ["---"] * (1 + len(SETTINGS))]
-    rows += [[name, *(verdict(value) for value in row.values())] for name, row in found.items()]
+    rows += [[name, *(verdict(value) for value in row.values())] for name, row in distances.items()]
     print("\n".join(f"| {' | '.join(row)} |" for row in rows))

@@ -4,73 +4,66 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
-from caden import data, schedules
-from caden.cli import show
 from caden.cli.arguments import File, Json, Settings
 from caden.errors import CadenError, require_choice, require_integer
-from caden.experiments import bench as benchmarks
-from caden.experiments.config import experiment
-from caden.experiments.method_check import measure_methods
-from caden.experiments.store import RunStore
-from caden.experiments.theory import theory_report
-from caden.experiments.tune import tune_experiment
-from caden.graphs import GRAPHS
-from caden.methods import METHODS
-from caden.problems import PROBLEMS
-from caden.solvers import SOLVERS
 
-Jobs = Annotated[int, typer.Option(help="Processes that share the cores, each with a run at a time.")]
+Jobs = Annotated[int, typer.Option(help="Processes that share the cores; each runs one experiment at a time.")]
 JOBS = min(4, os.cpu_count() or 1)
-KINDS: dict[str, dict[str, Any]] = {
-    "methods": METHODS,
-    "problems": PROBLEMS,
-    "graphs": GRAPHS,
-    "solvers": SOLVERS,
-    "schedules": schedules.SCHEDULES,
-    "partitions": data.PARTITIONS,
-    "data": data.DATASETS,
-}
+KINDS = ("methods", "problems", "graphs", "solvers", "schedules", "partitions", "data")
+BENCHMARKS = ("many", "paper", "small")
 
 
 def theory(file: File = None, settings: Settings = None, as_json: Json = False) -> None:
-    """Say what is known of an experiment before it is run: conditions, constants, stability, rate, a recommendation."""
+    """Report what theory predicts for an experiment: conditions, constants, stability, rate, a recommendation."""
+    from caden.cli import show
+    from caden.experiments.config import experiment
+    from caden.experiments.theory import theory_report
+
     show.theory(theory_report(experiment(file, settings or [])), as_json)
 
 
 def tune(
-    method: Annotated[str, typer.Argument(metavar="METHOD|all")],
+    method: Annotated[str, typer.Argument(metavar="METHOD|all", help="A method, several with commas, or all.")],
     file: File = None,
     settings: Settings = None,
     trials: Annotated[int, typer.Option(help="Points of the search space.")] = 18,
     rounds: Annotated[int, typer.Option(help="Rounds of each; the best third gets 3 times, the best ninth 9.")] = 20,
-    out: Annotated[Path, typer.Option(help="Folder of the trials; what is there is not run again.")] = Path("tuning"),
+    out: Annotated[Path, typer.Option(help="Folder of the trials; finished ones are not run again.")] = Path("tuning"),
     jobs: Jobs = JOBS,
     as_json: Json = False,
 ) -> None:
-    """Tune methods with equal budgets, on training samples held out; spaces by --set tune.METHOD.KEY=..."""
+    """Tune methods with equal budgets on held-out training samples. Set spaces by --set tune.METHOD.KEY=..."""
+    from caden.cli import show
+    from caden.experiments.config import experiment
+    from caden.experiments.store import RunStore
+    from caden.experiments.tune import tune_experiment
+    from caden.methods import METHODS
+
     names = list(METHODS) if method == "all" else list(dict.fromkeys(name.strip() for name in method.split(",")))
     tuned = tune_experiment(experiment(file, settings or []), names, RunStore(out, jobs=jobs), trials, rounds)
     show.tuned(tuned, out, as_json)
 
 
 def reproduce(
-    parts: Annotated[list[str] | None, typer.Argument(metavar="[PART...]")] = None,
+    parts: Annotated[list[str] | None, typer.Argument(metavar="[PART...]", help="fig1, fig2, table1 ... all.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tenth of the data and of the rounds, a small network.")
+        bool, typer.Option("--quick", help="A tenth of the data and of the rounds, and a small network.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the runs and the page; what is there is not run again.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder of the runs and the page; finished runs are not run again.")] = Path(
         "results"
     ),
     jobs: Jobs = JOBS,
 ) -> None:
-    """Run the paper's experiments and more, and write the page about them; parts: fig1, fig2, table1, tuned ... all."""
+    """Run the paper's experiments and more, and write a page about them."""
+    from rich.console import Console
+
     from caden import report, reproduce
+    from caden.cli import show
+    from caden.experiments.store import RunStore
 
     for part in parts or []:
         require_choice("part", part, [*reproduce.PARTS, "all"])
@@ -80,52 +73,64 @@ def reproduce(
     for part in chosen:
         console.print(f"{part}: {reproduce.PARTS[part]}", highlight=False)
     minutes = reproduce.estimate(plan, chosen) / 60
-    console.print(f"about {minutes:.0f} minutes from nothing; finished runs are not run again", highlight=False)
+    console.print(f"about {minutes:.0f} minutes from scratch; finished runs are not run again", highlight=False)
     command = shlex.join(["caden", "reproduce", *(parts or ["all"]), *(["--quick"] if quick else [])])
     show.path("page", report.write(reproduce.build(plan, chosen, command), out))
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or folders of them.")],
     out: Annotated[Path, typer.Option(help="Folder for the page and its files.")] = Path("report"),
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Decentralized runs",
 ) -> None:
-    """Write a page about runs (directories, or folders of them): figures, tables, parameters; also as files."""
+    """Write a page about runs: figures, tables and parameters, also as files."""
     from caden import report as reports
+    from caden.cli import show
 
     command = shlex.join(["caden", "report", *map(str, runs), "--title", title])
     show.path("page", reports.write(reports.of_runs(reports.load(runs), title, command), out))
 
 
 def list_(
-    kind: Annotated[str, typer.Argument(metavar="[KIND]")] = "all",
+    kind: Annotated[str, typer.Argument(metavar="[KIND]", help=f"One of {', '.join(KINDS)}.")] = "all",
     measured: Annotated[bool, typer.Option("--check", help="With methods: measure which reach the minimiser.")] = False,
     as_json: Json = False,
 ) -> None:
     """List methods, problems, graphs, solvers, schedules, partitions or data."""
+    kinds = KINDS if kind == "all" else (require_choice("kind", kind, KINDS),)
+    if measured and kind != "methods":
+        raise CadenError("`--check` belongs to `caden list methods`.")
+    from caden.cli import show
+
     if not measured:
-        kinds = list(KINDS) if kind == "all" else [require_choice("kind", kind, KINDS)]
-        show.listing({k: KINDS[k] for k in kinds}, as_json)
+        show.listing(kinds, as_json)
         return
-    if kind != "methods":
-        raise CadenError("`--check` goes with `caden list methods`.")
+    from rich.console import Console
+    from rich.progress import track
+
+    from caden.experiments.method_check import measure_methods
+    from caden.methods import METHODS
+
     console = Console(stderr=True)
-    rows = track(
-        measure_methods(list(METHODS)), "checking", len(METHODS), console=console, disable=not console.is_terminal
-    )
+    silent = not console.is_terminal
+    rows = track(measure_methods(list(METHODS)), "measuring", len(METHODS), console=console, disable=silent)
     show.method_check(dict(rows), as_json)
 
 
 def bench(
-    parts: Annotated[list[str] | None, typer.Argument(help=f"Any of {', '.join(benchmarks.PARTS)}; all.")] = None,
+    parts: Annotated[list[str] | None, typer.Argument(help=f"Any of {', '.join(BENCHMARKS)}; all by default.")] = None,
     repeats: Annotated[int, typer.Option(help="How often each ratio is measured.")] = 5,
     history: Annotated[Path, typer.Option(help="File that keeps all measurements.")] = Path("runs/bench.jsonl"),
     as_json: Json = False,
 ) -> None:
-    """Measure the speed of this library here, as ratios to the machine's limit and to what one would write instead."""
-    names = [require_choice("part", part, benchmarks.PARTS) for part in parts or benchmarks.PARTS]
+    """Measure speed on this machine, as ratios to the hardware's limit and to hand-written loops."""
+    names = [require_choice("part", part, BENCHMARKS) for part in parts or BENCHMARKS]
+    require_integer("repeats", repeats, least=1)
+    from caden.cli import show
+    from caden.experiments import bench as benchmarks
+
     measures = []
-    for measure in benchmarks.run(names, require_integer("repeats", repeats, least=1)):
+    for measure in benchmarks.run(names, repeats):
         measures.append(measure)
         if not as_json:
             print(f"{measure.name}: {measure.median:.3g}", file=sys.stderr)
@@ -134,11 +139,16 @@ def bench(
 
 def data_list() -> None:
     """List the data sets and whether they are on this machine."""
+    from caden.cli import show
+
     show.datasets()
 
 
-def data_fetch(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -> None:
-    """Fetch data sets and check them."""
+def data_fetch(names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of data sets.")]) -> None:
+    """Download data sets and verify them."""
+    from caden import data
+    from caden.cli import show
+
     for name in names:
         files = data.fetch_data(name)
         show.path(name, files[0].parent if files else "comes with scikit-learn")
@@ -149,7 +159,7 @@ def register(app: typer.Typer) -> None:
     for command in (theory, tune, reproduce, report, bench):
         app.command()(command)
     app.command("list")(list_)
-    data_app = typer.Typer(help="Data sets: list and fetch.", no_args_is_help=True)
+    data_app = typer.Typer(help="List or download data sets.", no_args_is_help=True)
     data_app.command("list")(data_list)
     data_app.command("fetch")(data_fetch)
     app.add_typer(data_app, name="data")

@@ -1,6 +1,6 @@
-"""Data sets by name, and how they are dealt to agents.
+"""Data sets by name, and their partitions over agents.
 
-`digits` comes with scikit-learn; `mnist` and `fashion_mnist` are fetched once and checked by SHA-256.
+`digits` comes with scikit-learn. `mnist` and `fashion_mnist` are fetched once and checked by SHA-256.
 """
 
 from pathlib import Path
@@ -59,19 +59,19 @@ DATASETS: dict[str, str] = {
 
 
 def fetch_data(name: str) -> list[Path]:
-    """Make sure that a data set is on this machine; returns its files (none for those that come with a package)."""
+    """Make sure that a data set is on this machine; return its files (none for those that come with a package)."""
     require_choice("data set", name, DATASETS)
     return list(fetch(name, _SOURCES[name]).values()) if name in _SOURCES else []
 
 
 def is_here(name: str) -> bool:
-    """Whether all files of a data set are in the cache (their checksums are looked at when they are loaded)."""
+    """Return whether all files of a data set are in the cache (`load` checks their checksums)."""
     files = _SOURCES[name].files if name in _SOURCES else {}
     return all((cache_folder() / name / file).is_file() for file in files)
 
 
-def _idx(path: Path) -> np.ndarray:
-    """Read an IDX file: two zero bytes, the type (8 = unsigned byte), the number of dimensions, sizes, data."""
+def _read_idx(path: Path) -> np.ndarray:
+    """Read an IDX file: two zero bytes, the type (8 = unsigned byte), the number of dimensions, the sizes, the data."""
     raw = path.read_bytes()
     if raw[:3] != b"\x00\x00\x08":
         raise CadenError(f"{path} is not an IDX file of bytes.")
@@ -81,7 +81,7 @@ def _idx(path: Path) -> np.ndarray:
 
 
 def load(name: str) -> tuple[Samples, Samples]:
-    """(train inputs, labels), (test inputs, labels): images (n, 1, height, width) of zero mean and unit deviation.
+    """Load (train inputs, labels), (test inputs, labels): images (n, 1, height, width), zero mean, unit deviation.
 
     >>> (x, y), (x_test, y_test) = load("digits")
     >>> x.shape, x_test.shape
@@ -102,8 +102,8 @@ def load(name: str) -> tuple[Samples, Samples]:
     mean, deviation = _NORMALISE[name]
 
     def part(prefix: str) -> Samples:
-        pixels = torch.from_numpy(_idx(files[f"{prefix}-images-idx3-ubyte"]).copy())
-        labels = torch.from_numpy(_idx(files[f"{prefix}-labels-idx1-ubyte"]).astype(np.int64))
+        pixels = torch.from_numpy(_read_idx(files[f"{prefix}-images-idx3-ubyte"]).copy())
+        labels = torch.from_numpy(_read_idx(files[f"{prefix}-labels-idx1-ubyte"]).astype(np.int64))
         return pixels.float().div_(255).sub_(mean).div_(deviation).unsqueeze(1), labels
 
     return part("train"), part("t10k")

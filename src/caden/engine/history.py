@@ -1,4 +1,4 @@
-"""What a run leaves: a table of rows, and a directory that holds everything needed to look at it or go on."""
+"""What a run produces: a table of rows, and a directory with everything needed to examine or resume it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import platform
 import tempfile
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,31 +17,31 @@ from typing import Any, NamedTuple
 import pandas as pd
 from torch import Tensor, nn
 
-from caden.core import Problem
+from caden.core import Problem, html_table
 from caden.engine import checkpoint
-from caden.engine.columns import EFFORTS, to_target
-from caden.engine.figures import draw, figures
-from caden.errors import CadenError
+from caden.engine.columns import AXES, COLUMNS, EFFORTS, MEASURES, to_target
+from caden.engine.figures import draw, figures, picture
+from caden.errors import CadenError, require_choice, require_integer
 
 Row = dict[str, float | int | None]
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """The end of a run."""
 
     x: Tensor  # (m, d)
     rows: list[Row]
-    problem: Problem = field(repr=False)
+    problem: Problem
     target: float | None = None
     directory: Path | None = None
     scalars: dict[str, float] = field(default_factory=dict)  # single numbers of the method's state, such as mu_z
     stopped: str = "rounds"  # why: "rounds", "target", "tolerance", "callback", "diverged", "interrupted"
-    failure: str = ""  # what was said if it diverged or was interrupted
+    failure: str = ""  # the error message, if the run diverged or was interrupted
 
     @property
     def history(self) -> pd.DataFrame:
-        """A row per recorded round; row 0 is the start."""
+        """One row per recorded round; row 0 is the start."""
         return pd.DataFrame(self.rows)
 
     @property
@@ -49,44 +49,105 @@ class Result:
         """(d,) the mean of the local models."""
         return self.x.mean(0)
 
-    def module(self) -> nn.Module:
-        """The user's model with the mean of the local models loaded."""
-        return self.problem.module(self.mean)
+    def _model(self, agent: int | None) -> Tensor:
+        if agent is None:
+            return self.mean
+        if require_integer("agent", agent) >= len(self.x):
+            raise CadenError(f"`agent` must lie in 0..{len(self.x) - 1}, got {agent}.")
+        return self.x[agent]
+
+    def module(self, agent: int | None = None) -> nn.Module:
+        """Return the user's model with the mean of the local models loaded, or with one agent's model."""
+        return self.problem.module(self._model(agent))
+
+    def save(self, path: Path | str, agent: int | None = None) -> None:
+        """Write the model that `module` returns to a safetensors file, under its module's own names.
+
+        `model.load_state_dict(safetensors.torch.load_file(path))` reads it back.
+        """
+        checkpoint.write_tensors(Path(path), self.problem.module(self._model(agent)).state_dict())
+
+    def plot(self, *measures: str, x: str = "round", target: float | None = None) -> Any:
+        """Draw the history as a matplotlib figure, which a notebook shows.
+
+        Args:
+            measures: columns of the history; by default all that are curves.
+            x: column of the horizontal axis: "round", "communications", "gradients", "seconds" or "bytes".
+            target: accuracy to mark; by default the run's own.
+        """
+        require_choice("column", x, AXES)
+        for measure in measures:
+            require_choice("column", measure, MEASURES)
+        target = self.target if target is None else target
+        curves = figures({"": [self.history]}, target)
+        chosen = [replace(f, x=x) for f in curves if not measures or f.measure in measures]
+        if not chosen:
+            raise CadenError(f"The history has no values of {', '.join(measures)}.")
+        return picture(chosen)
 
     def summary(self) -> dict[str, Any]:
-        """Final value of every column, best accuracy, and what the target took (None if it was not reached)."""
+        """Return the final value of every column, the best accuracy, and the cost of the target (None: not reached)."""
         return summarise(self.rows, self.target, self.stopped) | self.scalars
+
+    def table(self) -> list[tuple[str, str]]:
+        """Return the summary as labelled text, the most important numbers first."""
+        summary = self.summary()
+        lines = []
+        if "accuracy" in summary:
+            lines.append(("final mean accuracy", COLUMNS["accuracy"].text(summary["accuracy"])))
+            lines.append(("best mean accuracy", COLUMNS["accuracy"].text(summary["best_accuracy"])))
+        if summary.get("target") is not None:
+            for name in ("round", "communications"):
+                cost = summary[to_target(name)]
+                label = f"{to_target(name).removesuffix('_to_target')} to {summary['target']:.0%}"
+                lines.append((label, "not reached" if cost is None else COLUMNS[name].text(cost)))
+        for name in (*_SHOWN, "mu_z", "seconds"):
+            if summary.get(name) is not None:
+                lines.append((COLUMNS[name].label, COLUMNS[name].text(summary[name])))
+        return lines
+
+    def __repr__(self) -> str:
+        rounds = self.rows[-1]["round"] if self.rows else 0
+        accuracy = self.rows[-1].get("accuracy") if self.rows else None
+        end = "" if accuracy is None else f", accuracy {accuracy:.2%}"
+        return f"Result({len(self.x)} agents, {rounds} rounds{end}, stopped by {self.stopped})"
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self), dict(self.table()))
+
+
+_SHOWN = ("objective", "relative_error", "consensus", "dual_sum", "round", "communications", "gradients", "rejected")
 
 
 def summarise(rows: list[Row], target: float | None, stopped: str) -> dict[str, Any]:
-    """What rows come to."""
-    found: dict[str, Any] = {**(rows[-1] if rows else {}), "stopped": stopped}
-    if "accuracy" in found:
-        found["best_accuracy"] = max(float(row["accuracy"] or 0) for row in rows)
+    """Return what `Result.summary` does, for rows alone."""
+    summary: dict[str, Any] = {**(rows[-1] if rows else {}), "stopped": stopped}
+    if "accuracy" in summary:
+        summary["best_accuracy"] = max(float(row["accuracy"] or 0) for row in rows)
         if target is not None:
             reached = [row for row in rows if float(row["accuracy"] or 0) >= target]
-            found["target"] = target
-            found |= {to_target(column): reached[0][column] if reached else None for column in EFFORTS}
-    return found
+            summary["target"] = target
+            summary |= {to_target(column): reached[0][column] if reached else None for column in EFFORTS}
+    return summary
 
 
 class Record(NamedTuple):
-    """A run as its directory tells it, without the problem: what reports are made of."""
+    """A run as read from its directory, without the problem; reports are made of these."""
 
     path: Path
-    config: dict[str, Any]  # of config.toml; empty for a run started from Python
+    config: dict[str, Any]  # config.toml; empty for a run started from Python
     rows: list[Row]
     summary: dict[str, Any]
     versions: dict[str, str]
 
     @property
     def history(self) -> pd.DataFrame:
-        """A row per recorded round; row 0 is the start."""
+        """One row per recorded round; row 0 is the start."""
         return pd.DataFrame(self.rows)
 
 
 class RunDirectory:
-    """config.toml, versions.json, metrics.csv (append-only), checkpoint, final weights, summary and picture."""
+    """The files of a run: configuration, versions, metrics (append-only), checkpoint, weights, summary, picture."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -95,23 +156,23 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config: str, seed: int) -> RunDirectory:
-        """A new directory with its configuration; an existing one is never touched."""
+        """Make a new directory with its configuration; an existing one is never touched."""
         if path.exists():
-            raise CadenError(f"{path} exists already; choose another directory, or resume that run.")
+            raise CadenError(f"{path} already exists: choose another directory, or resume that run.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent))  # gets its name when it is complete
-            if config:  # a run started from Python has no text that could make it again
+            fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent))  # renamed when it is complete
+            if config:  # a run started from Python has none
                 (fresh / "config.toml").write_text(config)
             (fresh / "versions.json").write_text(json.dumps(environment() | {"seed": str(seed)}, indent=1) + "\n")
             fresh.chmod(0o755)
             fresh.rename(path)
         except OSError as error:
-            raise CadenError(f"Cannot make the run directory {path}: {error.strerror}.") from None
+            raise CadenError(f"Cannot create the run directory {path}: {error.strerror}.") from None
         return cls(path)
 
     def read(self, last: int) -> list[Row]:
-        """The rows written up to round `last`; a line cut off by a crash does not count."""
+        """Return the rows up to round `last`; a line cut off by a crash is ignored."""
         try:
             text = self.metrics.read_text()
             lines = text[: text.rfind("\n") + 1].splitlines()
@@ -124,7 +185,7 @@ class RunDirectory:
         return rows
 
     def record(self) -> Record:
-        """What a run, complete or not, has left here."""
+        """Read a run, complete or not."""
         try:
             config = self.path / "config.toml"
             versions = json.loads((self.path / "versions.json").read_text())
@@ -133,12 +194,12 @@ class RunDirectory:
             if not isinstance(versions, dict) or not isinstance(summary, dict):
                 raise ValueError
         except (OSError, ValueError):
-            raise CadenError(f"{self.path} is not a run directory, or a damaged one.") from None
+            raise CadenError(f"{self.path} is not a run directory, or it is damaged.") from None
         rows = self.read(2**62)
         return Record(self.path, table, rows, summary or summarise(rows, table.get("target"), "unfinished"), versions)
 
     def keep(self, rows: list[Row]) -> None:
-        """Rewrite the metrics with these rows only: what was recorded after the last checkpoint is done again."""
+        """Rewrite the metrics with these rows only; rounds after the last checkpoint will be recorded again."""
         scratch = self.metrics.with_suffix(".tmp")
         with scratch.open("w", newline="") as file:
             for number, row in enumerate(rows):
@@ -146,34 +207,47 @@ class RunDirectory:
         os.replace(scratch, self.metrics)
 
     def append(self, row: Row) -> None:
-        """Add a row; the first one brings the header."""
+        """Append a row, after the header if it is the first."""
         fresh = not self.metrics.exists() or self.metrics.stat().st_size == 0
         with self.metrics.open("a", newline="") as file:
             _write(file, row, header=fresh)
 
     def summarise(self, result: Result) -> None:
-        """Write the summary: of a complete run, or of one that diverged."""
+        """Write the summary of a complete run, or of one that diverged."""
         scratch = self.summary.with_suffix(".tmp")
         scratch.write_text(json.dumps(jsonable(result.summary()), indent=1) + "\n")
         os.replace(scratch, self.summary)
 
     def finish(self, result: Result, picture: bool = True) -> None:
-        """Picture, summary and, as the sign that the run is complete, the weights."""
+        """Write the picture, the summary, the model, and last, as a sign that the run is complete, the weights."""
         if picture:
-            draw(figures({"": [result.history]}, result.target), self.path / "curves.png")
+            draw(figures({"": [result.history]}, result.target), self.path / "curves.png", title=_title(self.path))
         self.summarise(result)
+        state = result.problem.state_dict(result.mean)
+        if state is not None:
+            checkpoint.write_tensors(self.path / "model.safetensors", state)
         checkpoint.save(self.weights, {"x": result.x, "mean": result.mean}, {"agents": len(result.x)})
 
 
+def _title(run_dir: Path) -> str:
+    """Name the method and the data of a run directory, as far as its configuration does."""
+    try:
+        config = tomllib.loads((run_dir / "config.toml").read_text())
+        problem = config["problem"]
+        return f"{config['method']['name']} on {problem.get('data', problem['name'])}, {problem['agents']} agents"
+    except (OSError, ValueError, KeyError):
+        return run_dir.name
+
+
 def environment() -> dict[str, str]:
-    """Versions and machine."""
+    """Return the versions of what computes, and the machine."""
     packages = ("caden-opt", "torch", "numpy", "scipy", "networkx", "scikit-learn", "pandas", "safetensors")
     machine = {"python": platform.python_version(), "machine": _processor(), "cores": str(os.cpu_count())}
     return {name: version(name) for name in packages} | machine
 
 
 def _processor() -> str:
-    """The processor's model where the system tells it, else its kind."""
+    """Return the processor's model if the system knows it, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -182,7 +256,7 @@ def _processor() -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """A value for JSON, which has no NaN and no infinity: they become null."""
+    """Convert a value for JSON, which has no NaN and no infinity: they become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

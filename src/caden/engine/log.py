@@ -1,4 +1,4 @@
-"""Histories for people's own tools, as callbacks of `simulate`."""
+"""Callbacks of `simulate` that log histories to other tools."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from caden.errors import CadenError
 
 
 def tensorboard(folder: Path | str) -> Callable[[Row, Any], None]:
-    """A callback that writes every column of the history as TensorBoard scalars; needs the extra `tensorboard`."""
+    """Return a callback that writes the history as TensorBoard scalars; needs the extra `tensorboard`."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

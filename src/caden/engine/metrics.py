@@ -1,4 +1,4 @@
-"""What is measured at the recorded rounds. The clock stands still meanwhile, and no evaluation made here is counted."""
+"""The metrics of recorded rounds. The clock stops while they are computed, and their evaluations are not counted."""
 
 import math
 
@@ -13,26 +13,26 @@ def _square(x: Tensor) -> float:
 
 
 def relative_error(x: Tensor, gradient: Tensor) -> float:
-    """The paper's |sum_i grad f_i(x_i)|^2 + sum_{i<m} |x_i - x_{i+1}|^2."""
+    """Return the paper's |sum_i grad f_i(x_i)|^2 + sum_{i<m} |x_i - x_{i+1}|^2."""
     return _square(gradient.sum(0, dtype=torch.float64)) + _square(x[1:] - x[:-1])
 
 
 def consensus(x: Tensor) -> float:
-    """Root mean square distance of the local models from their mean."""
+    """Return the root mean square distance of the local models from their mean."""
     return math.sqrt(_square(x - x.mean(0, dtype=torch.float64).to(x.dtype)) / len(x))
 
 
 def lyapunov(x: Tensor, gradient: Tensor, phi: Tensor, first: Tensor, second: Tensor) -> float:
-    """The paper's V, eq. (7), in agent variables: sum_i |grad f_i + phi_i|^2 + 1/4 sum_i sum_j |x_i - x_j|^2."""
+    """Return the paper's V, eq. (7), in agent variables: sum_i |grad f_i + phi_i|^2 + 1/4 sum_i sum_j |x_i - x_j|^2."""
     apart = sum(_square(x[first[a : a + 256]] - x[second[a : a + 256]]) for a in range(0, len(first), 256))
     return _square(gradient + phi) + apart / 2  # each edge occurs twice in the double sum
 
 
 def measure(run: Run) -> dict[str, float | None]:
-    """One row of the history, without its counters; a method without duals has no `lyapunov` and `dual_sum`."""
+    """Return one row of the history, without counters; a method without duals has no `lyapunov` and no `dual_sum`."""
     state, problem, gather = run.state, run.problem.whole, run.network.transport.gather
     value, gradient = run.info.value, run.info.gradient
-    if value is None or gradient is None or run.problem.stochastic:  # of a sample, not of the whole
+    if value is None or gradient is None or run.problem.stochastic:  # those of a mini-batch
         value, gradient = problem.value_and_grad(state.x)
     x, value, gradient = gather(state.x), gather(value), gather(gradient)
     phi = gather(state.phi) if "phi" in state._fields else None

@@ -1,4 +1,4 @@
-"""What `simulate` can be told, in groups; every field of a group is a keyword of `simulate`."""
+"""The options of `simulate` in groups; every field of a group is a keyword of `simulate`."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,13 @@ Callback = Callable[[Row, Any], bool | None]
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the world does to a run.
+    """The conditions of a run.
 
     participation: probability of being awake: a number, one per agent, or a schedule (round, draw) -> either.
     local_steps: local iterations per round, likewise.
     messages: what happens to messages, as `Messages` or its fields: {"loss": 0.2}, {"delay": 3}, {"top": 0.1},
-        {"bits": 8}; by default they arrive at once and whole.
-    links: which edges are up: like `participation`, or a schedule (round, draw) -> graph with edges of the run's.
+        {"bits": 8}; by default they arrive immediately and complete.
+    links: which edges are up: like `participation`, or a schedule (round, draw) -> graph with some of the edges.
     """
 
     participation: float | Sequence[float] | Schedule = 1.0
@@ -54,11 +54,11 @@ class Stopping:
             raise CadenError(f"`target` must lie in (0, 1], got {self.target}.")
 
     def reached(self, row: Row) -> bool:
-        """Whether the target is, or there is none to reach."""
+        """Return whether the target is reached, or there is none."""
         return self.target is None or "accuracy" not in row or float(row["accuracy"] or 0) >= self.target
 
     def reason(self, row: Row, state: Any, ask: bool) -> str | None:
-        """Why the run should end here, or None; callbacks are called only where `ask`."""
+        """Return why the run should end here, or None; callbacks are called only if `ask` is set."""
         asked = [callback(row, state) for callback in self.callbacks] if ask else []
         if self.stop_at_target and self.reached(row):
             return "target"
@@ -69,13 +69,13 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Saving:
-    """What a run leaves, and where.
+    """What a run saves, and where.
 
-    directory: where to keep the run; it must not exist, unless `resume` continues it.
-    record_every: rounds between two rows of the history; the last round is always recorded, and with a `target` every
-        one until it is reached, so that what it took is known to the round.
+    directory: run directory; it must not exist, unless `resume` continues the run in it.
+    record_every: rounds between two rows of the history. The last round is always recorded, and with a `target` every
+        round until it is reached, so its cost is exact.
     checkpoint_every: rounds between two checkpoints.
-    config: text kept in the directory as config.toml.
+    config: text to save as config.toml.
     picture: draw the history into the directory at the end.
     """
 
@@ -103,7 +103,7 @@ GROUPS = (Conditions, Stopping, Saving)
 
 
 def group_options(options: Mapping[str, Any]) -> tuple[Conditions, Stopping, Saving]:
-    """Keywords sorted into their groups."""
+    """Sort keywords into their groups."""
     names = {field.name: group for group in GROUPS for field in fields(group)}
     for name in options:
         require_choice("option", name, names)
@@ -114,7 +114,7 @@ def group_options(options: Mapping[str, Any]) -> tuple[Conditions, Stopping, Sav
 
 
 def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function with `**options`, each option by its name."""
+    """Return the signature of a function with `**options` spelled out."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     kind = inspect.Parameter.KEYWORD_ONLY

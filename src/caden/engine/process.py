@@ -1,4 +1,4 @@
-"""What a run changes in its process, for as long as it lasts."""
+"""Process-wide settings that a run changes and restores."""
 
 import signal
 import threading
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 _lock = threading.Lock()
-_runs = 0  # deterministic ones at this moment, which may be in several threads
+_runs = 0  # deterministic runs under way, perhaps in several threads
 _before = (1, False)
 
 
 @contextmanager
 def deterministic_mode(deterministic: bool) -> Iterator[None]:
-    """One thread, deterministic kernels and every row by itself for the time of a run, if asked for."""
+    """For the time of a run, if requested: one thread, deterministic kernels, every row computed by itself."""
     global _runs, _before  # noqa: PLW0603
     if not deterministic:
         yield
@@ -38,7 +38,7 @@ def deterministic_mode(deterministic: bool) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C ends the run after the current round (a step may overwrite its state); a second one ends it at once."""
+    """Let Ctrl-C end the run after the current round, as a step may overwrite its state, and a second one at once."""
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield pressed

@@ -1,5 +1,6 @@
-"""Progress bars for the terminal; elsewhere a run is silent and a plan writes a line per run."""
+"""Progress bars for terminals and notebooks; elsewhere a run is silent and a plan prints one line per run."""
 
+import importlib
 import sys
 import time
 from types import TracebackType
@@ -12,7 +13,7 @@ from caden.engine.history import Record, Row
 
 
 class _Bar:
-    """A bar with one task, shown if asked for, or by default on a terminal."""
+    """A bar with one task, shown on request, or by default on a terminal."""
 
     def __init__(self, total: int, show: bool | None, *columns: ProgressColumn):
         console = Console(stderr=True, force_terminal=show or None)
@@ -30,31 +31,60 @@ class _Bar:
         self._bar.stop()
 
 
+class _NotebookBar:
+    """A bar in a notebook: one HTML output that is updated in place, without widgets."""
+
+    def __init__(self, rounds: int):
+        ipython: Any = importlib.import_module("IPython.display")
+        self._html, self._rounds, self._began, self._shown = ipython.HTML, rounds, time.monotonic(), 0.0
+        self._handle = ipython.display(self._html(self._page(0, "")), display_id=True)
+
+    def _page(self, round: int, text: str) -> str:
+        head = f"<progress value='{round}' max='{self._rounds}' style='width:16em'></progress>"
+        return f"<div style='white-space:nowrap'>{head} round {round}/{self._rounds} {text}</div>"
+
+    def update(self, round: int, text: str) -> None:
+        now = time.monotonic()
+        if now - self._shown < 0.2 and round < self._rounds:
+            return
+        self._shown = now
+        left = (now - self._began) / max(1, round) * (self._rounds - round)
+        self._handle.update(self._html(self._page(round, f"{text} {left:.0f} s left" if round else text)))
+
+
+def in_notebook() -> bool:
+    """Return whether this code runs in a Jupyter kernel."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
 class ProgressBar(_Bar):
-    """Round, loss, accuracy, consensus, communications and the time left."""
+    """Round, loss, accuracy, consensus, communications and the time left, on a terminal or in a notebook."""
 
     def __init__(self, rounds: int, agents: int, show: bool | None):
         self._agents = agents
-        text = TextColumn("{task.fields[text]}")
-        bar = BarColumn(bar_width=None)
-        super().__init__(
-            rounds, show, TextColumn("round"), MofNCompleteColumn(), bar, text, TimeRemainingColumn(compact=True)
-        )
+        self._notebook = _NotebookBar(rounds) if show is not False and rounds and in_notebook() else None
+        columns = (TextColumn("round"), MofNCompleteColumn(), BarColumn(bar_width=None))
+        text, left = TextColumn("{task.fields[text]}"), TimeRemainingColumn(compact=True)
+        super().__init__(rounds, False if self._notebook else show, *columns, text, left)
 
     def update(self, round: int, row: Row) -> None:
         """Show the newest row."""
-        if not self._on:
+        if not self._on and self._notebook is None:
             return
         parts = [f"loss {float(row['objective'] or 0) / self._agents:.4g}"]
         if row.get("accuracy") is not None:
-            parts.append(f"acc {float(row['accuracy'] or 0):.2%}")
-        parts.append(f"apart {float(row['consensus'] or 0):.1e}")
-        parts.append(f"{int(row['communications'] or 0):,} msg")
-        self._bar.update(self._task, completed=round, text="  ".join(parts))
+            parts.append(f"accuracy {float(row['accuracy'] or 0):.2%}")
+        parts.append(f"consensus {float(row['consensus'] or 0):.1e}")
+        parts.append(f"{int(row['communications'] or 0):,} communications")
+        if self._notebook is not None:
+            self._notebook.update(round, ", ".join(parts))
+        else:
+            self._bar.update(self._task, completed=round, text=" ".join(parts))
 
 
 class PlanBar(_Bar):
-    """Rounds over a whole plan of runs, with the time left; off the terminal a line on standard error per run."""
+    """Rounds over a whole plan of runs, with the time left; off the terminal one line per run on standard error."""
 
     def __init__(self, title: str, rounds: int, runs: int, show: bool | None):
         text, left = TextColumn(f"{title} {{task.fields[text]}}"), TimeRemainingColumn()
@@ -75,7 +105,7 @@ class PlanBar(_Bar):
         self._bar.update(self._task, completed=self._rounds + int(row["round"] or 0), text=text)
 
     def end(self, name: str, rounds: int, record: Record) -> None:
-        """A run has ended, perhaps before its time."""
+        """A run has ended, perhaps early."""
         self._rounds, self._ended = self._rounds + rounds, self._ended + 1
         self._bar.update(self._task, completed=self._rounds, text=f"{self._ended}/{self._runs} {name}")
         if self._lines:
@@ -83,7 +113,7 @@ class PlanBar(_Bar):
             accuracy = f", best {end['best_accuracy']:.2%}" if "best_accuracy" in end else ""
             reached = end.get("rounds_to_target")
             reached = "" if reached is None else f", {end['target']:.0%} in {reached}"
-            said = f"{name}: {end['round']} rounds{accuracy}{reached}"
-            took = time.perf_counter() - self._began
-            print(f"{self._title} {self._ended}/{self._runs} {said} ({took:.0f} s)", file=sys.stderr, flush=True)
+            outcome = f"{name}: {end['round']} rounds{accuracy}{reached}"
+            seconds = time.perf_counter() - self._began
+            print(f"{self._title} {self._ended}/{self._runs} {outcome} ({seconds:.0f} s)", file=sys.stderr, flush=True)
             self._began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a run leaves: rows of a history, and a directory with metrics, checkpoints and the end."""
+"""Recording a run: rows of its history, and a directory with metrics, checkpoints and the final model."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from caden.engine.run import Run
 
 
 def full_row(run: Run) -> Row:
-    """A row about all agents: counters, metrics and what the problem adds."""
+    """Return a row about all agents: counters, metrics and what the problem adds."""
     network, transport = run.network, run.network.transport
     mine = {"gradients": run.problem.gradients, **run.counts, "wire_bytes": transport.wire_bytes}
     counts = dict(zip(mine, map(int, transport.reduce(list(mine.values()), "sum"))))
@@ -34,7 +34,7 @@ def full_row(run: Run) -> Row:
 
 
 class Recorder:
-    """Keeps the rows of a run and, in the first process, its directory; without one it only keeps the rows."""
+    """Collects the rows of a run and, in the first process, writes its directory, if there is one."""
 
     def __init__(self, run: Run, directory: Path | None = None, row: Callable[[Run], Row] = full_row):
         self.run, self._row = run, row
@@ -44,23 +44,23 @@ class Recorder:
         self._writes = self.run_dir if run.network.transport.rank == 0 else None
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, float]] | None:
-        """The checkpoint that the directory holds."""
+        """Return the checkpoint in the directory, if there is one."""
         return self._checkpoints.load() if self._checkpoints else None
 
     def create(self, config: str, seed: int) -> None:
-        """Make the directory of a new run."""
+        """Create the directory of a new run."""
         if self._writes:
             RunDirectory.create(self._writes.path, config, seed)
 
     def reopen(self) -> None:
-        """Go on after the last checkpoint: rows recorded later are dropped, and will be recorded again."""
+        """Continue after the last checkpoint: later rows are dropped, and will be recorded again."""
         if self.run_dir:
             self.rows = self.run_dir.read(self.run.index) if self.run.index else []
         if self._writes:
             self._writes.keep(self.rows)
 
     def record(self) -> Row:
-        """Measure, and write the row down."""
+        """Measure and write a row."""
         row = self._row(self.run)
         self.rows.append(row)
         if self._writes:
@@ -68,7 +68,7 @@ class Recorder:
         return row
 
     def save(self, tensors: Mapping[str, Tensor] = MappingProxyType({}), **numbers: float) -> None:
-        """Write a checkpoint, with what the caller adds to it."""
+        """Write a checkpoint, with additions of the caller."""
         if self._checkpoints:
             own = self.run.flatten()
             self._checkpoints.save({**own[0], **tensors}, own[1] | numbers)
@@ -79,14 +79,14 @@ class Recorder:
         return Result(x, self.rows, run.problem.whole, target, folder, run.scalars(), stopped, failure)
 
     def failed(self, target: float | None, stopped: str, why: str) -> Result:
-        """The run as it stands; one that diverged is not resumed, so that its summary is written."""
+        """Return the run so far; if it diverged, it cannot be resumed, and its summary is written."""
         result = self._result(target, stopped, why)
         if self._writes and stopped == "diverged":
             self._writes.summarise(result)
         return result
 
     def finish(self, target: float | None, stopped: str, picture: bool) -> Result:
-        """The complete run, and what it leaves."""
+        """Return the complete run, and write its last files."""
         result = self._result(target, stopped)
         if self._writes:
             self._writes.finish(result, picture)

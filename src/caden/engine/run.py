@@ -1,5 +1,5 @@
-"""A run: a method on its way over a network. Simulations, ranks of a cluster, peers, benchmarks and replays all step
-through this one object; what is recorded, and when it ends, is theirs to say."""
+"""A run: the state of a method over a network. Simulations, ranks of a cluster, peers, benchmarks and replays all step
+this one object; each decides itself what to record and when to end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from caden._tensor.states import flatten, restore
 from caden.core import Info, Method, Problem
-from caden.engine.warmup import Warmup, warm_up
+from caden.engine.warmup import Warmup, start_point, warm_up
 from caden.errors import CadenError
 from caden.networks.network import Network
 
@@ -22,7 +22,7 @@ _GROWTH = 1e8  # a model whose norm exceeds this many times 1 + the largest at t
 
 
 class CountingProblem(Problem):
-    """A problem that counts its gradients, one per agent and evaluation, and their time; in a round it is its own."""
+    """A problem that counts and times its gradients, one per agent and evaluation; in a round it is that round's."""
 
     def __init__(self, problem: Problem):
         self.whole = self._now = problem
@@ -31,7 +31,7 @@ class CountingProblem(Problem):
         self.gradients, self.seconds, self._lock = 0, 0.0, Lock()  # agents may be evaluated in threads
 
     def begin_round(self, round: int) -> CountingProblem:
-        """Take on the functions of a round."""
+        """Switch to the functions of a round."""
         self._now = self.whole.at(round)
         self.stochastic = self._now.stochastic
         return self
@@ -73,8 +73,14 @@ class Run:
         self.state: Any = None
         self._bound = 0.0
 
+    def start(self, x0: Tensor | None) -> Tensor:
+        """Return the (k, d) starting point of the hosted agents, given that of all, if any."""
+        if x0 is not None and x0.ndim == 2 and len(x0) == self.network.graph.agents:
+            x0 = x0[self.network.layout.hosted]
+        return start_point(self.problem.whole, x0)
+
     def begin(self, start: Tensor, warmup: Warmup | None = None) -> None:
-        """Warm up, ask what theory says of the parameters, and exchange starting points."""
+        """Warm up, check the parameters against theory, and exchange starting points."""
         if warmup is not None:
             start, self.curvature = warm_up(self.problem, start, warmup)
         norms = torch.linalg.vector_norm(start, dim=1)
@@ -90,7 +96,7 @@ class Run:
         self.state = self.method.init(start, context)
 
     def step(self) -> Info:
-        """One round; one in which everyone sleeps changes nothing."""
+        """Run one round; if everyone sleeps, nothing changes."""
         began = time.perf_counter()
         active, self.info = self._awake(self.index), Info()
         self.active = int(active.sum())
@@ -106,7 +112,7 @@ class Run:
         return self.info
 
     def diverged(self) -> list[int]:
-        """Agents whose model or loss is not finite, or whose model has grown past every reasonable bound."""
+        """Return the agents whose model or loss is not finite, or whose model has grown beyond any reasonable bound."""
         fine: Tensor = torch.linalg.vector_norm(self.state.x, dim=1) <= self._bound
         if self.info.value is not None:
             fine = fine & self.info.value.isfinite()
@@ -119,7 +125,7 @@ class Run:
         return lost
 
     def flatten(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """All that determines how the run goes on."""
+        """Return everything that determines the rest of the run."""
         tensors = flatten(self.state, "state")
         tensors |= {f"network.{name}": tensor for name, tensor in self.network.buffers().items()}
         if self.curvature is not None:
@@ -136,7 +142,7 @@ class Run:
         }
 
     def restore(self, start: Tensor, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
-        """Take back what `flatten` gave; `start` only gives the state its shape."""
+        """Restore what `flatten` returned; `start` only gives the state its shape."""
         if "curvature" in tensors:
             self.curvature = tensors["curvature"].to(self.problem.device)
         self.begin(start)
@@ -149,6 +155,6 @@ class Run:
         self.counts = {name: int(numbers[name]) for name in self.counts}
 
     def scalars(self) -> dict[str, float]:
-        """Single numbers of the method's state, such as mu_z."""
+        """Return the single numbers of the method's state, such as mu_z."""
         fields = flatten(self.state, "").items()
         return {name.removeprefix("."): float(value) for name, value in fields if value.ndim == 0}

@@ -1,8 +1,9 @@
-"""`simulate`: rounds of a method over a network, measured, checkpointed, stopped."""
+"""`simulate`: run rounds of a method over a network, measure, checkpoint, stop."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from caden.core import Method, Problem, complete
@@ -12,9 +13,10 @@ from caden.engine.process import deterministic_mode, interruptible
 from caden.engine.progress import ProgressBar
 from caden.engine.recorder import Recorder
 from caden.engine.run import Run
-from caden.engine.warmup import Warmup, list_agents, start_point
+from caden.engine.warmup import Warmup, list_agents
 from caden.errors import CadenError, Diverged, Interrupted, require_integer
-from caden.graphs import Graph
+from caden.graphs import Graph, as_graph
+from caden.methods import advice_for
 from caden.networks.messages import Messages
 from caden.networks.network import Network
 from caden.networks.transport import Memory, Transport
@@ -35,16 +37,23 @@ def simulate(
     transport: Transport | None = None,
     **options: Any,
 ) -> Result:
-    """Run `method` on `problem` over `graph`, all agents in this process.
+    """Run `method` on `problem` over `graph`, with all agents in this process.
 
     Args:
-        rounds: how many; row t of the history is after t rounds, row 0 the start (its exchange of x^0 is not counted).
-        seed: of all draws; each is a pure function of (seed, label, round, agent).
+        method: what the agents do, for example `caden.methods.caden()`.
+        problem: what they minimise, for example `caden.problems.classification(...)`.
+        graph: who talks to whom: a `Graph`, a networkx graph or an adjacency matrix.
+        rounds: number of rounds. Row t of the history is after t rounds; row 0 is the start, whose exchange of x^0 is
+            not counted.
+        seed: seed of all draws; each is a pure function of (seed, label, round, agent).
         x0: (d,) or (m, d) start; by default the model's own parameters, else zeros.
-        warmup: local training before round 0, {"steps": 20, "step_size": 0.1}; also estimates each agent's curvature.
-        progress: show a bar; by default only on a terminal.
-        deterministic: one thread, deterministic kernels and every row by itself: equal to the bit, also over processes.
-        transport: what carries rows between processes, if the agents are spread over several (`networks.cluster.join`).
+        warmup: local training before round 0, {"steps": 20, "step_size": 0.1}; it also estimates each agent's
+            curvature.
+        progress: show a bar; by default on a terminal and in a notebook.
+        deterministic: one thread, deterministic kernels, and every row computed by itself: equal to the bit, also over
+            processes.
+        transport: what carries rows between processes, if the agents are spread over several
+            (`networks.cluster.join`).
         options: the fields of `caden.Conditions` (participation, local_steps, messages, links), `caden.Stopping`
             (target, stop_at_target, tolerance, callbacks) and `caden.Saving` (directory, resume, record_every,
             checkpoint_every, config, picture), each as a keyword.
@@ -62,6 +71,7 @@ def simulate(
     (torch.Size([6, 3]), 6)
     """
     require_integer("rounds", rounds), require_integer("seed", seed)
+    method, problem, graph = checked(method, problem, graph)
     conditions, stopping, saving = group_options(options)
     transport = Memory() if transport is None else transport
     run, start = prepare(method, problem, graph, conditions, seed, transport, x0)
@@ -84,7 +94,7 @@ def simulate(
                     why = stopping.REASONS[int(transport.reduce([stopping.REASONS.index(why)], "max")[0])]
                     bar.update(run.index, row)
                 if lost:
-                    raise _diverged(recorder, stopping, lost)
+                    raise _diverged(recorder, stopping, x0, lost)
                 halt = transport.reduce([float(interrupted.is_set())], "max")[0]
                 if run.index % saving.checkpoint_every == 0 or halt:
                     recorder.save()
@@ -108,7 +118,7 @@ def prepare(
     transport: Transport | None = None,
     x0: Tensor | None = None,
 ) -> tuple[Run, Tensor]:
-    """A run that has not begun, and where it will start."""
+    """Return a run that has not begun, and its starting point."""
     transport = Memory() if transport is None else transport
     problem, hosted, draw = complete(problem), transport.hosts(graph), Draw(seed, graph.agents)
     if hosted is not None and problem.agents == graph.agents:
@@ -116,16 +126,31 @@ def prepare(
     awake, work = Participation(conditions.participation, draw), Workload(conditions.local_steps, draw)
     messages, links = Messages.from_spec(conditions.messages), Links.from_spec(conditions.links, graph, seed)
     network = Network(graph, problem, draw, awake.may_sleep or transport.sees_only_itself, messages, links, transport)
-    if x0 is not None and x0.ndim == 2 and len(x0) == graph.agents:
-        x0 = x0[network.layout.hosted]
-    return Run(method, problem, network, awake, work), start_point(problem, x0)
+    run = Run(method, problem, network, awake, work)
+    return run, run.start(x0)
+
+
+def checked(method: Any, problem: Any, graph: Any) -> tuple[Method, Problem, Graph]:
+    """Return the three with the types that a run needs, or say what was passed instead."""
+    if not isinstance(method, Method):
+        if isinstance(method, str):
+            raise CadenError(f"`method` must be a Method, got {method!r}: use `caden.methods.{method}()`.")
+        if callable(method):
+            name = getattr(method, "__name__", "method")
+            raise CadenError(f"`method` is the function {name!r}: call it, as in `caden.methods.{name}()`.")
+        raise CadenError(f"`method` must be a Method, got {type(method).__name__}: use `caden.methods.caden()`.")
+    if isinstance(problem, Graph):
+        raise CadenError("`problem` is a Graph: the order is simulate(method, problem, graph).")
+    if isinstance(problem, torch.nn.Module):
+        raise CadenError("`problem` is an nn.Module: use `caden.problems.classification(model, train, test)`.")
+    return method, complete(problem), as_graph(graph)
 
 
 def _begin(run: Run, recorder: Recorder, start: Tensor, warmup: Warmup | None, saving: Saving, seed: int) -> None:
-    """From the start, or from the last checkpoint; either way there is a row afterwards."""
+    """Begin at the start, or at the last checkpoint; afterwards there is at least one row."""
     path, first = saving.path, run.network.transport.rank == 0
     if path is not None and first and not saving.resume and path.exists():
-        raise CadenError(f"{path} exists already; choose another directory, or resume that run.")
+        raise CadenError(f"{path} already exists: choose another directory, or resume that run.")
     saved = recorder.load() if saving.resume else None
     if saved is None:
         run.begin(start, warmup)
@@ -139,12 +164,19 @@ def _begin(run: Run, recorder: Recorder, start: Tensor, warmup: Warmup | None, s
         recorder.record()
 
 
-def _diverged(recorder: Recorder, stopping: Stopping, agents: list[int]) -> Diverged:
-    where = f" The history until then is in {recorder.run_dir.metrics}." if recorder.run_dir else ""
-    error = Diverged(
-        f"Diverged in round {recorder.run.index} (agents {list_agents(agents)}): lower the dual step `mu_y` to at most "
-        f"`mu_z`, raise `mu_z`, or shorten the step size.{where}"
-    )
+def _diverged(recorder: Recorder, stopping: Stopping, x0: Tensor | None, agents: list[int]) -> Diverged:
+    """Say when, who, and what to change: the method's parameters, or the data of an agent."""
+    run = recorder.run
+    advice = run.method.advice or advice_for(run.method.name)
+    values, gradients = run.problem.whole.value_and_grad(run.start(x0))
+    broken = (~(values.isfinite() & gradients.isfinite().all(1))).nonzero().flatten()
+    if len(broken):
+        culprits = list_agents(run.network.layout.hosted[broken.cpu()].tolist())
+        advice = (
+            f"the loss of agents {culprits} is not finite even at the start; look for NaN or huge values in their data"
+        )
+    history = f" The history up to then is in {recorder.run_dir.metrics}." if recorder.run_dir else ""
+    error = Diverged(f"Diverged in round {run.index} (agents {list_agents(agents)}): {advice}.{history}")
     error.result = recorder.failed(stopping.target, "diverged", str(error))
     return error
 
@@ -152,8 +184,8 @@ def _diverged(recorder: Recorder, stopping: Stopping, agents: list[int]) -> Dive
 def _interrupted(recorder: Recorder, stopping: Stopping, saving: Saving) -> Interrupted:
     how, path = "", saving.path
     if path is not None:
-        again = f"the same call with resume=True and directory={str(path)!r}"
-        how = f"; `caden resume {path}` goes on" if saving.config else f"; {again} goes on"
+        call = f"call it again with resume=True and directory={str(path)!r}"
+        how = f": run `caden resume {path}` to continue" if saving.config else f": {call} to continue"
     error = Interrupted(f"Interrupted after round {recorder.run.index}{how}.")
     error.result = recorder.failed(stopping.target, "interrupted", str(error))
     return error

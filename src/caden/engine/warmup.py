@@ -1,4 +1,4 @@
-"""Where a run begins: the starting point, and local training before round 0."""
+"""The starting point of a run, and local training before round 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Warmup(NamedTuple):
 
     @classmethod
     def from_spec(cls, spec: Warmup | Mapping[str, Any] | None) -> Warmup | None:
-        """Checked; None if there is nothing to do."""
+        """Return a checked warm-up, or None if there is nothing to do."""
         if not spec:
             return None
         try:
@@ -33,7 +33,7 @@ class Warmup(NamedTuple):
 
 
 def start_point(problem: Problem, x0: Tensor | None = None) -> Tensor:
-    """(m, d) start: what was given, the model's own parameters, or zeros."""
+    """Return the (m, d) start: the given one, the model's own parameters, or zeros."""
     shape = (problem.agents, problem.dim)
     if x0 is None:
         x0 = problem.start
@@ -42,11 +42,11 @@ def start_point(problem: Problem, x0: Tensor | None = None) -> Tensor:
     x0 = torch.as_tensor(x0).to(problem.device, problem.dtype)
     if x0.shape not in (shape, shape[1:]):
         raise CadenError(f"`x0` must have shape ({shape[1]},) or {shape}, got {tuple(x0.shape)}.")
-    return x0.expand(shape).contiguous()
+    return x0.expand(shape).clone(memory_format=torch.contiguous_format)  # a step may overwrite it
 
 
 def warm_up(problem: Problem, x: Tensor, spec: Warmup | Mapping[str, Any] | None) -> tuple[Tensor, Tensor | None]:
-    """Local gradient steps, and (k,) the curvature that they met; None if there were too few to tell."""
+    """Take local gradient steps; return the new x and (k,) the curvature met, or None after too few steps."""
     warmup = Warmup.from_spec(spec)
     if warmup is None:
         return x, None
@@ -58,5 +58,5 @@ def warm_up(problem: Problem, x: Tensor, spec: Warmup | Mapping[str, Any] | None
 
 
 def list_agents(agents: list[int]) -> str:
-    """Some agents in words."""
+    """Return a short list of agents as text."""
     return ", ".join(map(str, agents[:8])) + (" ..." if len(agents) > 8 else "")

@@ -1,7 +1,7 @@
-"""How fast this library is on this machine, as ratios of times measured in turns in one process.
+"""Measure the speed of this library on this machine, as ratios of times taken alternately in one process.
 
-Absolute times say little on shared machines; a ratio of two things timed one after the other, again and again, says
-what the code does. Every comparison with another implementation passes a gate first: the results must agree.
+Absolute times mean little on shared machines. The ratio of two times taken one right after the other, repeatedly,
+depends on the code. Every comparison with another implementation first passes a gate: the results must agree.
 """
 
 import json
@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy, softplus
 
 from caden import graphs, methods, problems, solvers
 from caden._tensor import parallel
+from caden._tensor.memory import keep_freed_memory
 from caden.core import Method, Problem
 from caden.engine.history import environment
 from caden.engine.simulate import prepare
@@ -29,11 +30,11 @@ from caden.experiments.forecast import forget_peak, largest
 from caden.graphs import Graph
 
 STEPS, MU = 5, 0.1
-SIDE = 3000  # of the large product that stands for the machine's limit
+SIDE = 3000  # of the large matrix product that represents the machine's limit
 
 
 class Measure(NamedTuple):
-    """A ratio with its repeats."""
+    """A ratio, measured several times."""
 
     name: str
     ratios: list[float]
@@ -50,7 +51,7 @@ class Measure(NamedTuple):
 
 
 class Rounds:
-    """A method in the middle of a run; calling it does one more round and gives its seconds."""
+    """A method in the middle of a run; a call runs one more round and returns its seconds."""
 
     def __init__(self, method: Method, problem: Problem, graph: Graph):
         self.run, start = prepare(method, problem, graph)
@@ -67,18 +68,19 @@ class Rounds:
 
 
 def paper(repeats: int) -> Iterator[Measure]:
-    """The paper's size: 20 agents with 3,000 samples each, 784-128-10 (random data of MNIST's shape)."""
+    """Measure at the paper's size: 20 agents with 3,000 samples each, 784-128-10 (random data of MNIST's shape)."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(60_000, 784, generator=generator), torch.randint(10, (60_000,), generator=generator)
     problem = problems.classification(problems.mlp(784, 10), data, agents=20, execution="loop")
     graph = graphs.erdos_renyi(20, 0.2, edges=37)
-    flops = 4 * 60_000 * problem.dim  # two products forward and backward, the inputs' gradient is not needed
+    flops = 4 * 60_000 * problem.dim  # two products per layer, forward and backward; the inputs need no gradient
     a, b, c = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE), torch.empty(SIDE, SIDE)
     layer, hidden = torch.randn(128, 784), torch.randn(3000, 128)
-    gradients, own, rounds, rest = list[float](), list[float](), list[float](), dict[bool, list[float]]()
+    gradients, against_products, rounds = list[float](), list[float](), list[float]()
+    overhead = dict[bool, list[float]]()
 
     def products(agent: int) -> None:
-        """The two large products of an agent's gradient, and nothing else."""
+        """Compute only the two large products of an agent's gradient."""
         inputs = problem.shards[agent][0]
         torch.mm(inputs, layer.T), torch.mm(hidden.T, inputs)
 
@@ -98,19 +100,19 @@ def paper(repeats: int) -> Iterator[Measure]:
             seconds = run()
             speed = clocked.gradients / 20 * flops / clocked.seconds
             gradients.append(speed / limit)
-            own.append(speed / narrow)
-            rest.setdefault(carry, []).append(1 - clocked.seconds / seconds)
+            against_products.append(speed / narrow)
+            overhead.setdefault(carry, []).append(1 - clocked.seconds / seconds)
             if carry:
                 rounds.append(STEPS * flops / seconds / limit)
     yield Measure("paper: gradients, of the speed of a large product", gradients, "> 0.85")
-    yield Measure("paper: gradients, of the speed of their two large products alone", own, "> 0.85")
+    yield Measure("paper: gradients, of the speed of their two large products alone", against_products, "> 0.85")
     yield Measure("paper: a whole round, of the speed of a large product", rounds, "> 0.7")
-    yield Measure("paper: share of a round that is not gradients, memory dropped", rest[False], "< 0.1")
-    yield Measure("paper: the same, memory 10 carried", rest[True], "< 0.15")
+    yield Measure("paper: share of a round that is not gradients, memory dropped", overhead[False], "< 0.1")
+    yield Measure("paper: the same, memory 10 carried", overhead[True], "< 0.15")
 
 
 class Case(NamedTuple):
-    """A problem twice: as ours, and as one function per agent for autograd."""
+    """A problem in two forms: a problem of this library, and one function per agent for autograd."""
 
     problem: Problem
     losses: list[Callable[[Tensor], Tensor]]
@@ -148,7 +150,7 @@ CASES: dict[str, tuple[Callable[..., Case], tuple[int, ...], str]] = {
 
 
 class _ByHand:
-    """What one would write: a torch optimizer per agent in a Python loop, the CADEN round around them."""
+    """A handwritten baseline: one torch optimizer per agent in a Python loop, inside a CADEN round."""
 
     def __init__(self, case: Case, graph: Graph, optimizer: Callable[..., torch.optim.Optimizer], calls: int):
         self.losses, self.calls = case.losses, calls
@@ -180,45 +182,45 @@ class _ByHand:
 
 
 def _lbfgs(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """As many evaluations in every round as ours: no early end."""
+    """Return L-BFGS without early stopping, with as many evaluations per round as this library."""
     return torch.optim.LBFGS(parameters, max_iter=STEPS, history_size=10, tolerance_grad=0, tolerance_change=0)
 
 
 def small(repeats: int) -> Iterator[Measure]:
-    """Against 20 (100, 200) torch.optim.LBFGS objects in a loop."""
+    """Compare with a loop over 20 (100, 200) torch.optim.LBFGS objects."""
     for name, (make, size, goal) in CASES.items():
         case = make(*size)
         graph = graphs.ring(size[0])
         _gate(name, case, graph)
-        ours = Rounds(methods.caden(mu_z=MU), case.problem, graph)
-        theirs = _ByHand(case, graph, _lbfgs, 1)
+        library = Rounds(methods.caden(mu_z=MU), case.problem, graph)
+        loop = _ByHand(case, graph, _lbfgs, 1)
         for _ in range(3):
-            ours(), theirs()
-        ratios = [sum(theirs() for _ in range(3)) / sum(ours() for _ in range(3)) for _ in range(repeats)]
+            library(), loop()
+        ratios = [sum(loop() for _ in range(3)) / sum(library() for _ in range(3)) for _ in range(repeats)]
         yield Measure(f"{name}: times faster than a loop", ratios, goal)
 
 
 def _gate(name: str, case: Case, graph: Graph) -> None:
-    """Gradient descent must give the same iterates; L-BFGS, whose first step differs, nearly the same objective."""
+    """Check the iterates of gradient descent and, as the first step of L-BFGS differs, its objective only."""
     step = 0.05
     descent = Rounds(methods.caden(mu_z=MU, solver=solvers.gd(step)), case.problem, graph)
-    byhand = _ByHand(case, graph, lambda v: torch.optim.SGD(v, lr=step), STEPS)
+    descent_loop = _ByHand(case, graph, lambda v: torch.optim.SGD(v, lr=step), STEPS)
     for _ in range(3):
-        descent(), byhand()
-    apart = float((descent.x - byhand.rows()).abs().max())
-    if not apart < (1e-9 if case.problem.dtype == torch.float64 else 1e-4):
-        raise RunError(f"{name}: gradient descent differs from the loop by {apart:.1e}.")
-    ours = Rounds(methods.caden(mu_z=MU), case.problem, graph)
-    theirs = _ByHand(case, graph, _lbfgs, 1)
+        descent(), descent_loop()
+    difference = float((descent.x - descent_loop.rows()).abs().max())
+    if not difference < (1e-9 if case.problem.dtype == torch.float64 else 1e-4):
+        raise RunError(f"{name}: gradient descent differs from the loop by {difference:.1e}.")
+    library = Rounds(methods.caden(mu_z=MU), case.problem, graph)
+    loop = _ByHand(case, graph, _lbfgs, 1)
     for _ in range(10):
-        ours(), theirs()
-    values = [float(case.problem.value_and_grad(rows)[0].sum()) for rows in (ours.x, theirs.rows())]
+        library(), loop()
+    values = [float(case.problem.value_and_grad(rows)[0].sum()) for rows in (library.x, loop.rows())]
     if not values[0] <= 1.01 * values[1] + 1e-9:
-        raise RunError(f"{name}: the objective is {values[0]:.6g}, by the loop {values[1]:.6g}.")
+        raise RunError(f"{name}: the objective is {values[0]:.6g}, that of the loop {values[1]:.6g}.")
 
 
 def many(repeats: int) -> Iterator[Measure]:
-    """100 to 10,000 agents with 1,000 parameters each: time per edge, start-up, memory; each graph in a new process."""
+    """Measure 100 to 10,000 agents with 1,000 parameters: time per edge, start-up, memory; one process per graph."""
     for kind in ("ring", "random 4-regular"):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             yield from pool.apply(_many, (kind, repeats, torch.get_num_threads()))
@@ -226,41 +228,41 @@ def many(repeats: int) -> Iterator[Measure]:
 
 def _many(kind: str, repeats: int, threads: int) -> list[Measure]:
     torch.set_num_threads(threads)
-    parallel.keep_freed_memory()
+    keep_freed_memory()
     times: dict[int, list[float]] = {}
-    found = list[Measure]()
-    for agents in (10_000, 1000, 100):  # the largest first: memory is counted in a fresh process
+    measures = list[Measure]()
+    for agents in (10_000, 1000, 100):  # the largest first, as memory is measured in a fresh process
         began = time.perf_counter()
         graph = graphs.ring(agents) if kind == "ring" else graphs.regular(agents, 4)
         before = forget_peak()
         problem = problems.logistic(agents=agents, samples=1, dim=1000, dtype=torch.float32, execution="bmm")
         run = Rounds(methods.caden(mu_z=MU), problem, graph)
         started = time.perf_counter() - began
-        for _ in range(4):  # the system hands out fresh memory slowly
+        for _ in range(4):  # the system is slow to provide new memory
             run()
         times[agents] = [run() / len(graph.edges) for _ in range(repeats)]
-        if not found:
+        if not measures:
             needed = 4 * agents * 1000 * (4 + 2 * 10)  # x, phi, the neighbours' sum, gradient; the pairs
-            found.append(Measure(f"{kind}: seconds to start with 10,000 agents", [started], "< 10"))
-            found.append(Measure(f"{kind}: memory, of what the state needs", [(largest() - before) / needed], "< 2"))
+            measures.append(Measure(f"{kind}: seconds to start with 10,000 agents", [started], "< 10"))
+            measures.append(Measure(f"{kind}: memory, of what the state needs", [(largest() - before) / needed], "< 2"))
     for least in (100, 1000):
         ratios = [a / b for a, b in zip(times[10_000], times[least])]
-        found.append(Measure(f"{kind}: time per edge, 10,000 over {least:,} agents", ratios, "< 1.5"))
-    return found
+        measures.append(Measure(f"{kind}: time per edge, 10,000 over {least:,} agents", ratios, "< 1.5"))
+    return measures
 
 
 PARTS: dict[str, Callable[[int], Iterator[Measure]]] = {"many": many, "paper": paper, "small": small}
 
 
 def run(parts: list[str], repeats: int) -> Iterator[Measure]:
-    """The measures of some parts, one after the other."""
-    parallel.keep_freed_memory()
+    """Yield the measures of some parts, one part after the other."""
+    keep_freed_memory()
     for part in parts:
         yield from PARTS[part](repeats)
 
 
 def remember(file: Path, measures: list[Measure]) -> dict[str, float]:
-    """Add the measures to a history file; what it held last of each."""
+    """Append the measures to a history file; return the previous median of each."""
     last: dict[str, float] = {}
     if file.exists():
         for line in file.read_text().splitlines():

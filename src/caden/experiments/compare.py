@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from caden.core import Method, Problem
-from caden.engine.columns import EFFORTS
+from caden.engine.columns import EFFORTS, MEASURES
 from caden.engine.figures import Figure, draw
 from caden.engine.history import Result
 from caden.engine.simulate import simulate
@@ -25,15 +25,15 @@ def compare(
     directory: Path | str | None = None,
     **options: Any,
 ) -> dict[str, Result]:
-    """Run several methods one after the other on the same problem, graph, start and draws.
+    """Run several methods in turn on the same problem, graph, start and draws.
 
     Args:
-        methods: by the names that their results will have.
-        directory: where to keep the runs, each in a folder of its name.
+        methods: the methods by name.
+        directory: where to save the runs, each in a directory of its name.
         options: those of `simulate`.
 
     Returns:
-        {name: Result}; a method that diverged keeps what it recorded, with `stopped` = "diverged" and `failure` set.
+        {name: Result}; a method that diverged returns what it recorded, with `stopped` = "diverged" and `failure` set.
 
     >>> import caden
     >>> problem, graph = caden.problems.quadratic(agents=5, dim=3), caden.graphs.ring(5)
@@ -51,14 +51,14 @@ def compare(
 
 
 def compare_experiment(config: Experiment, names: Sequence[str], directory: Path) -> dict[str, Result]:
-    """The same for the methods that an experiment names, with its parameters for them; draws compare.png, too."""
+    """Run the methods that an experiment names, with its parameters for them, and draw compare.png."""
     plans = {name: config.with_method(name) for name in dict.fromkeys(names)}
     if not plans:
         raise CadenError("`--methods` names no method.")
     for name in config.compare:
         require_choice("key", f"compare.{name}", [f"compare.{n}" for n in plans])
     if directory.exists():
-        raise CadenError(f"{directory} exists already; choose another directory.")
+        raise CadenError(f"{directory} already exists: choose another directory.")
     built = None
     for name, plan in plans.items():
         try:
@@ -69,12 +69,14 @@ def compare_experiment(config: Experiment, names: Sequence[str], directory: Path
     results = _run_all({n: partial(p.run, directory / n, built=built, picture=False) for n, p in plans.items()})
     lines = {name: [result.history] for name, result in results.items()}
     measure = "accuracy" if all("accuracy" in h[0] for h in lines.values()) else "relative_error"
-    draw([Figure("", "", measure, lines, x, config.target) for x in EFFORTS], directory / "compare.png")
+    title = f"{MEASURES[measure].label} on {config.problem.get('data', config.problem['name'])}"
+    panels = [Figure("", "", measure, lines, x, config.target) for x in EFFORTS]
+    draw(panels, directory / "compare.png", title=title)
     return results
 
 
 def _run_all(runs: Mapping[str, Callable[[], Result]]) -> dict[str, Result]:
-    """The result of each; one that diverges does not keep the others from running."""
+    """Return the result of each; one that diverges does not stop the others."""
     results: dict[str, Result] = {}
     for name, run in runs.items():
         try:

@@ -23,8 +23,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from caden import schedules
+from caden._tensor.devices import require_device
 from caden.core import Method, Problem, complete
 from caden.engine.history import Result
+from caden.engine.options import Saving, Stopping
 from caden.engine.simulate import simulate
 from caden.engine.warmup import Warmup
 from caden.errors import CadenError, require_choice, require_integer
@@ -34,6 +36,7 @@ from caden.networks.messages import Messages
 from caden.networks.transport import Transport
 from caden.problems import PROBLEMS
 from caden.registry import Factory, factory, load_object, make, parameters
+from caden.schedules import Draw, Participation, Workload
 
 REGISTRIES: dict[str, dict[str, Factory]] = {"method": METHODS, "problem": PROBLEMS, "graph": GRAPHS}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -43,7 +46,7 @@ HIDDEN = (
     "features",
     "labels",
     "hosted",
-)  # said once for the whole experiment, or too large for a file
+)  # set for the whole experiment, or too large for a file
 
 # The paper's setting (20 agents, 37 edges, two layers without biases, 5 local steps, warm-up) on embedded data.
 DEFAULTS: dict[str, Any] = {
@@ -78,22 +81,36 @@ class Experiment(BaseModel):
     warmup: dict[str, Any] = {}
     messages: dict[str, Any] = {}
     links: float | list[float] | dict[str, Any] = 1.0
-    compare: dict[str, dict[str, Any]] = {}  # parameters of the methods that `caden compare` runs beside this one
-    tune: dict[str, dict[str, Any]] = {}  # search spaces of `caden tune`, see `tune.SPACES`
-    fleet: dict[str, Any] = {}  # where peers listen, see `peers.Fleet`
+    compare: dict[str, dict[str, Any]] = {}  # parameters of the other methods of `caden compare`
+    tune: dict[str, dict[str, Any]] = {}  # search spaces of `caden tune`
+    fleet: dict[str, Any] = {}  # where peers listen, see `networks.peers.Fleet`
 
     def to_toml(self) -> str:
-        """The experiment as text; unset values are left out."""
+        """Return the experiment as text, without unset values."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
-    def build(self, hosted: Callable[[Graph], list[int] | None] | None = None) -> tuple[Method, Problem, Graph]:
-        """Make the method, the problem and the graph; what was chosen by measuring is written back.
+    def _require_valid(self) -> None:
+        """Refuse wrong values before any data are read."""
+        require_integer("rounds", self.rounds), require_integer("seed", self.seed)
+        Saving(record_every=self.record_every, checkpoint_every=self.checkpoint_every)
+        Stopping(self.target, self.stop_at_target, self.tolerance)
+        for name in self.warmup:
+            require_choice("key", f"warmup.{name}", [f"warmup.{field}" for field in Warmup._fields])
+        Warmup.from_spec(self.warmup), Messages.from_spec(self.messages)
+        for kind, registry in REGISTRIES.items():
+            factory(kind, registry, getattr(self, kind), HIDDEN)
+        for name, schedule in (("participation", Participation), ("local_steps", Workload)):
+            value = getattr(self, name)
+            schedule(schedules.from_spec(value), Draw(self.seed, len(value) if isinstance(value, list) else 1))
 
-        `hosted` names the agents of this process: the problem is then theirs alone. A factory that takes `hosted`
-        itself need not load what belongs to the others.
+    def build(self, hosted: Callable[[Graph], list[int] | None] | None = None) -> tuple[Method, Problem, Graph]:
+        """Make the method, the problem and the graph, and write the defaults used into the tables.
+
+        `hosted` returns the agents of this process; the problem then covers only these. A factory with a parameter
+        `hosted` need not load the data of the others.
         """
         dtype = {} if self.dtype is None else {"dtype": DTYPES[require_choice("dtype", self.dtype, DTYPES)]}
-        shared = {"seed": self.seed, "device": str(device_of(self.device)), **dtype}
+        shared = {"seed": self.seed, "device": str(require_device(self.device)), **dtype}
         tables = {kind: dict(getattr(self, kind)) for kind in REGISTRIES}
         model = tables["problem"].get("model")
         if isinstance(model, str) and ":" in model:
@@ -108,8 +125,8 @@ class Experiment(BaseModel):
         else:
             problem = complete(make("problem", PROBLEMS, tables["problem"], **shared))
             graph = make("graph", GRAPHS, tables["graph"], agents=problem.agents, seed=self.seed)
-            mine = None if hosted is None else hosted(graph)
-            problem = problem if mine is None else problem.take(mine)
+            agents_here = None if hosted is None else hosted(graph)
+            problem = problem if agents_here is None else problem.take(agents_here)
         for kind, made, wanted in (("method", method, Method), ("graph", graph, Graph)):
             if not isinstance(made, wanted):
                 raise CadenError(f"{tables[kind]['name']!r} makes a {type(made).__name__}, not a {kind}.")
@@ -117,18 +134,18 @@ class Experiment(BaseModel):
         return method, problem, graph
 
     def _resolve(self, problem: Problem) -> None:
-        """Write the defaults that were used into the tables, as far as TOML can say them."""
+        """Write the defaults that were used into the tables, as far as TOML can express them."""
         for kind, registry in REGISTRIES.items():
             table = getattr(self, kind)
-            found = {k: p.default for k, p in parameters(factory(kind, registry, table)).items() if k not in HIDDEN}
-            if "seed" in found:
-                found["seed"] = self.seed
-            found = {k: v for k, v in found.items() if isinstance(v, bool | int | float | str)}
-            chosen = {"execution": problem.execution} if kind == "problem" and "execution" in found else {}
-            setattr(self, kind, {**found, **table, **chosen})
+            defaults = {k: p.default for k, p in parameters(factory(kind, registry, table)).items() if k not in HIDDEN}
+            if "seed" in defaults:
+                defaults["seed"] = self.seed
+            defaults = {k: v for k, v in defaults.items() if isinstance(v, bool | int | float | str)}
+            chosen = {"execution": problem.execution} if kind == "problem" and "execution" in defaults else {}
+            setattr(self, kind, {**defaults, **table, **chosen})
 
     def with_method(self, name: str) -> Experiment:
-        """The same experiment with another method, with the parameters that `compare` has for it."""
+        """Return the same experiment with another method and the parameters that `compare` has for it."""
         table = self.method if self.method["name"] == name else {"name": name}
         table = {**table, **self.compare.get(name, {})}
         factory("method", METHODS, table)
@@ -142,7 +159,7 @@ class Experiment(BaseModel):
         transport: Transport | None = None,
         **options: Any,
     ) -> Result:
-        """Build and simulate; `built` reuses a problem and a graph."""
+        """Build and simulate; `built` is a problem and a graph to reuse."""
         if built is None:
             method, problem, graph = self.build(None if transport is None else transport.hosts)
         else:
@@ -156,7 +173,7 @@ class Experiment(BaseModel):
 
 
 def parse(text: str, source: str = "the experiment") -> dict[str, Any]:
-    """TOML text as a dictionary, or one clear line."""
+    """Parse TOML text."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -164,7 +181,7 @@ def parse(text: str, source: str = "the experiment") -> dict[str, Any]:
 
 
 def assign(table: dict[str, Any], setting: str) -> None:
-    """Apply `key.key=value`; the value is read as TOML, else as a plain string."""
+    """Apply `key.key=value`; the value is read as TOML, or else as a plain string."""
     key, equals, text = setting.partition("=")
     if not equals or not key.strip():
         raise CadenError(f"`--set` takes key=value, got {setting!r}.")
@@ -183,46 +200,32 @@ def assign(table: dict[str, Any], setting: str) -> None:
 def experiment(
     path: Path | None = None, settings: list[str] | tuple[str, ...] = (), defaults: Mapping[str, Any] = DEFAULTS
 ) -> Experiment:
-    """An experiment from a file (or none) and `key=value` settings, over the default one."""
-    given: dict[str, Any] = {}
+    """Return an experiment from a file (or none) and `key=value` settings, on top of the defaults."""
+    table: dict[str, Any] = {}
     if path is not None:
         try:
-            given = parse(path.read_text(), str(path))
+            table = parse(path.read_text(), str(path))
         except (OSError, UnicodeDecodeError) as error:
             raise CadenError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     for setting in settings:
-        assign(given, setting)
-    for key in given:
+        assign(table, setting)
+    for key in table:
         require_choice("key", key, Experiment.model_fields)
     merged = {k: dict(v) if isinstance(v, dict) else v for k, v in defaults.items()}
-    for key, value in given.items():
-        table = merged.get(key)
-        if isinstance(table, dict) and isinstance(value, dict):
-            # Another name brings its own parameters: the defaults' parameters belong to the default name.
-            same = value.get("name", table.get("name")) == table.get("name")
-            kept = table if same else {k: table[k] for k in ("agents",) if k in table}
+    for key, value in table.items():
+        default = merged.get(key)
+        if isinstance(default, dict) and isinstance(value, dict):
+            # The default parameters belong to the default name; another name has its own.
+            same = value.get("name", default.get("name")) == default.get("name")
+            kept = default if same else {k: default[k] for k in ("agents",) if k in default}
             merged[key] = {**kept, **value}
         else:
             merged[key] = value
     try:
-        found = Experiment.model_validate(merged)
+        checked = Experiment.model_validate(merged)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
         raise CadenError(f"`{first['loc'][0]}` ({where}): {first['msg']}, got {first['input']!r}.") from None
-    require_integer("seed", found.seed)
-    for name in found.warmup:
-        require_choice("key", f"warmup.{name}", [f"warmup.{field}" for field in Warmup._fields])
-    Messages.from_spec(found.messages)
-    for kind, registry in REGISTRIES.items():
-        factory(kind, registry, getattr(found, kind), HIDDEN)
-    return found
-
-
-def device_of(name: str) -> torch.device:
-    """A torch device by name, or one clear line."""
-    try:
-        torch.zeros(1, dtype=torch.float64, device=name).item()  # the small algebra of L-BFGS needs float64
-        return torch.device(name)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise CadenError(f"`device` {name!r} is not available here: {str(error).splitlines()[0]}") from None
+    checked._require_valid()
+    return checked

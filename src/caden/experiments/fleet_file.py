@@ -1,4 +1,4 @@
-"""Writing the file of a new fleet."""
+"""Write the file of a new fleet."""
 
 import re
 import secrets
@@ -13,14 +13,14 @@ from caden.networks.peers.fleet import Fleet, certify, free_ports
 
 
 def write_fleet(file: Path, agents: int, graph: str, mode: str, hosts: list[str], tls: bool) -> Path | None:
-    """Write a fleet on the digits, and with `tls` a folder of certificates beside it, which is returned."""
+    """Write a fleet on the digits; with `tls`, also write a folder of certificates next to it and return the folder."""
     folder = file.parent / f"{file.stem}-certificates" if tls else None
     for path in (file, folder):
         if path is not None and path.exists():
-            raise CadenError(f"{path} exists already.")
+            raise CadenError(f"{path} already exists: choose another name.")
     if not file.parent.is_dir():
-        raise CadenError(f"There is no folder {file.parent}.")
-    names = _hosts(hosts, require_integer("agents", agents, least=2))
+        raise CadenError(f"The folder {file.parent} does not exist.")
+    names = _host_per_agent(hosts, require_integer("agents", agents, least=2))
     ports = free_ports(agents) if set(names) == {"127.0.0.1"} else [7447 + i for i in range(agents)]
     method = {"name": "caden"} if mode == "lockstep" else {"name": "radmm", "rho": 0.1, "alpha": 0.7}
     table: dict[str, Any] = {
@@ -39,7 +39,7 @@ def write_fleet(file: Path, agents: int, graph: str, mode: str, hosts: list[str]
     scratch = file.with_suffix(".tmp")
     scratch.write_text(tomli_w.dumps(table))
     try:
-        experiment(scratch).build(lambda made: Fleet.of(experiment(scratch)).hosted_agents(made, 0))
+        experiment(scratch).build(lambda built: Fleet.of(experiment(scratch)).hosted_agents(built, 0))
         if folder:
             certify(folder, names)
         scratch.rename(file)
@@ -48,11 +48,11 @@ def write_fleet(file: Path, agents: int, graph: str, mode: str, hosts: list[str]
     return folder
 
 
-def _hosts(hosts: list[str], agents: int) -> list[str]:
-    """One host for each agent."""
+def _host_per_agent(hosts: list[str], agents: int) -> list[str]:
+    """Return one host for each agent."""
     for host in hosts:
         if not re.fullmatch(r"[A-Za-z0-9.:_-]+", host):
-            raise CadenError(f"`--hosts` takes names or addresses, got {host!r}.")
+            raise CadenError(f"`--hosts` must be names or addresses, got {host!r}.")
     if len(hosts) not in (1, agents):
         raise CadenError(f"`--hosts` must name one host or one for each of the {agents} agents, got {len(hosts)}.")
     return hosts * agents if len(hosts) == 1 else hosts

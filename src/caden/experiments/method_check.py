@@ -1,8 +1,8 @@
-"""Does each method reach the minimiser? On one strongly convex problem, with everyone awake, with sleepers, with loss.
+"""Check whether each method reaches the minimiser of a strongly convex problem, also with sleeping agents and loss.
 
-12 random quadratics of condition 10 in 4 dimensions, a random graph with 20 edges, 3 local steps. The answer is the
-largest distance of any agent from the centralised minimiser, relative to its norm, after 2,000 rounds, or 8,000 with a
-fifth awake, where everything is slower.
+The problem: 12 random quadratics of condition 10 in 4 dimensions, a random graph with 20 edges, 3 local steps. The
+result is the largest distance of any agent from the centralised minimiser, relative to its norm, after 2,000 rounds, or
+8,000 with a fifth of the agents awake, where every method is slower.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ EXACT = 1e-6
 
 
 def distance(name: str, rounds: int = 2000, **options: Any) -> float | str:
-    """Distance of the worst agent after `rounds` rounds, or why there is none."""
+    """Return the distance of the worst agent after `rounds` rounds, or why there is none."""
     problem, graph = problems.quadratic(agents=12, dim=4, seed=2), graphs.erdos_renyi(12, edges=20, seed=3)
     try:
         method = METHODS[name](**CARDS[name].unit_parameters)
@@ -42,17 +42,17 @@ def distance(name: str, rounds: int = 2000, **options: Any) -> float | str:
 
 
 def measure_methods(names: list[str], rounds: int = 2000) -> Iterator[tuple[str, dict[str, float | str]]]:
-    """Each method's distance in each setting."""
+    """Yield each method with its distance in each setting."""
     for name in names:
         row = {}
         for setting, options in SETTINGS.items():
-            slow = 4 if options.get("participation", 1.0) < 0.5 else 1
-            row[setting] = distance(name, slow * rounds, **options)
+            factor = 4 if options.get("participation", 1.0) < 0.5 else 1
+            row[setting] = distance(name, factor * rounds, **options)
         yield name, row
 
 
 def verdict(value: float | str) -> str:
-    """A distance as text: exact, or biased with the distance."""
+    """Return a distance as text: exact or biased, with the distance."""
     if isinstance(value, str):
         return value
     return f"exact ({value:.0e})" if value < EXACT else f"biased ({value:.1g})"

@@ -1,8 +1,8 @@
 """One agent of a fleet: the same run as in the simulator, over a link, with a checkpoint after every step.
 
-A message depends on the state that the last checkpoint holds, and is published after it was written: a peer that was
-killed says the same again and goes on. In `versions.jsonl` stands what each step read; a step whose checkpoint is
-missing never happened.
+A message depends only on the state in the last checkpoint, and is published after that checkpoint was written. A peer
+that was killed therefore sends the same message again and continues. `versions.jsonl` records what each step read; a
+step whose checkpoint is missing never happened.
 """
 
 import json
@@ -40,7 +40,7 @@ Show = Callable[[dict[str, Any]], None]
 def prepare_peer(
     config: Experiment, agent: int, built: tuple[Method, Problem, Graph], link: Link
 ) -> tuple[Run, Tensor, Free | Lockstep]:
-    """The run of one agent of a fleet, its start, and its transport: what a peer and its replay have in common."""
+    """Return the run of one agent of a fleet, its start, and its transport; shared by a peer and its replay."""
     fleet, (method, problem, graph) = Fleet.of(config), built
     transport: Free | Lockstep
     transport = Free(agent, link, fleet.clip) if fleet.mode == "free" else Lockstep(agent, link)
@@ -57,18 +57,18 @@ def run_peer(
     show: Show | None = None,
     home: Path = Path(),
 ) -> Result:
-    """Be one agent of a fleet until all are done; a folder with a checkpoint is gone on with.
+    """Run one agent of a fleet until all are done; if `folder` has a checkpoint, continue from it.
 
-    `home` is the folder of the fleet's file, from which the one with the certificates is told.
+    `home` is the folder of the fleet file; `fleet.certificates` is relative to it.
     """
     fleet, stop = Fleet.of(config), stop or threading.Event()
     run_dir, text = RunDirectory(folder), config.to_toml()
     built = config.build(lambda graph: fleet.hosted_agents(graph, agent))
     _, problem, graph = built
     if folder.exists():
-        there = folder / "config.toml"
-        if not there.is_file() or there.read_text() != text:
-            raise CadenError(f"{folder} belongs to another fleet file; choose another --out.")
+        saved_config = folder / "config.toml"
+        if not saved_config.is_file() or saved_config.read_text() != text:
+            raise CadenError(f"{folder} belongs to another fleet file; choose another `--out`.")
         if run_dir.weights.exists():
             raise CadenError(f"Agent {agent} has finished; its model is in {run_dir.weights}.")
     else:
@@ -83,7 +83,7 @@ def run_peer(
 
 
 class _Peer:
-    """A peer at work: steps, checkpoints, log, status, end."""
+    """A running peer: steps, checkpoints, log, status, end."""
 
     def __init__(
         self,
@@ -97,55 +97,57 @@ class _Peer:
         show: Show | None,
     ):
         self.run, self.start, self.transport = prepare_peer(config, agent, built, link)
-        self.recorder = Recorder(self.run, folder, self._row)
+        self.recorder = Recorder(self.run, folder, self._history_row)
         self.config, self.fleet, self.agent, self.link = config, fleet, agent, link
-        self.stop, self.show, self.shown = stop, show, 0.0
-        self.clock, self.calm, self.change, self.late, self.why = 0.0, 0, math.inf, False, ""
-        self.swept: set[int] = set()  # neighbours that brought something since the last sweep
+        self.stop, self.show, self.shown_at = stop, show, 0.0
+        self.clock, self.calm, self.change, self.time_is_up, self.reason = 0.0, 0, math.inf, False, ""
+        self.heard_in_sweep: set[int] = set()  # neighbours from which a row arrived since the last sweep
         self.log = folder / "versions.jsonl"
 
     def work(self) -> Result:
         run, link, recorder = self.run, self.link, self.recorder
         self._begin()
-        link.say(run.index, self.calm)
+        link.report_progress(run.index, self.calm)
         began = time.monotonic() - self.clock
-        while not self.why:
-            self.why = self._reason()
-            if self.why:
+        while not self.reason:
+            self.reason = self._reason_to_end()
+            if self.reason:
                 self._save()
                 break
             if self.stop.is_set():
-                raise Interrupted(f"Agent {self.agent} stopped after round {run.index}; the same command goes on.")
+                raise Interrupted(
+                    f"Agent {self.agent} stopped after round {run.index}; run the same command to continue."
+                )
             self._step()
             self.clock = time.monotonic() - began
-            self.late = self.fleet.seconds is not None and self.clock >= self.fleet.seconds
+            self.time_is_up = self.fleet.seconds is not None and self.clock >= self.fleet.seconds
             if isinstance(self.transport, Free):
-                self._sweep(self.transport.fresh, self.transport.members - link.finished())
-                self._note(run.index - 1)
+                self._count_calm_sweeps(self.transport.fresh, self.transport.members - link.finished())
+                self._log_step(run.index - 1)
             self._save()
-            link.say(run.index, self.calm)
+            link.report_progress(run.index, self.calm)
             if run.index % self.config.record_every == 0:
                 recorder.record()
-            self._tell("runs", every=0.25)
-        agreed = self.fleet.mode == "free" and self.why == "tolerance"
-        link.say(run.index, self.calm, FINISHED | (AGREED if agreed else 0))
+            self._show_status("runs", every=0.25)
+        agreed = self.fleet.mode == "free" and self.reason == "tolerance"
+        link.report_progress(run.index, self.calm, FINISHED | (AGREED if agreed else 0))
         if recorder.rows[-1]["round"] != run.index:
             recorder.record()
-        self._tell("done")
+        self._show_status("done")
         link.linger(self.stop)
         assert recorder.run_dir is not None
         folder, target = recorder.run_dir.path, self.config.target
-        result = Result(run.state.x, recorder.rows, run.problem.whole, target, folder, {}, self.why)
+        result = Result(run.state.x, recorder.rows, run.problem.whole, target, folder, {}, self.reason)
         recorder.run_dir.finish(result, picture=False)
         return result
 
     def _begin(self) -> None:
-        """From the start, or from the last checkpoint."""
+        """Begin from the start, or from the last checkpoint."""
         saved = self.recorder.load()
         if saved is None:
             self.log.unlink(missing_ok=True)
             self.run.begin(self.start, Warmup.from_spec(self.config.warmup))
-            self._note(-1)
+            self._log_step(-1)
             self._save()
         else:
             self._resume(*saved)
@@ -153,48 +155,48 @@ class _Peer:
             self.recorder.record()
 
     def _step(self) -> None:
-        """One round, and the largest change of model or arc variables in it, relative to their size."""
+        """Make one round, and measure the largest change of model or arc variables relative to their size."""
         if isinstance(self.transport, Free):
-            self.link.news(self.fleet.pace)
+            self.link.wait_for_rows(self.fleet.pace)
         else:
-            self.link.keep_step(self.run.index)
-        before = [part.clone() for part in self._moving()]
+            self.link.wait_for_slower_neighbours(self.run.index)
+        before = [part.clone() for part in self._variables()]
         self.run.step()
         if self.run.diverged():
             raise Diverged(
-                f"Agent {self.agent} diverged in round {self.run.index}; see `mu_z`, `rho` or the step size."
+                f"Agent {self.agent} diverged in round {self.run.index}; check `mu_z`, `rho` or the step size."
             )
         self.change = max(
-            float((new - old).abs().max() / (1 + old.abs().max())) for new, old in zip(self._moving(), before)
+            float((new - old).abs().max() / (1 + old.abs().max())) for new, old in zip(self._variables(), before)
         )
 
-    def _moving(self) -> list[Tensor]:
-        """The model and the variables on edges and arcs of a state."""
+    def _variables(self) -> list[Tensor]:
+        """Return the model and the edge and arc variables of the state."""
         return [part for part in self.run.state if isinstance(part, Tensor) and part.ndim == 2]
 
-    def _reason(self) -> str:
-        """Why to end here, or nothing. In lockstep all come to the same answer in the same round."""
+    def _reason_to_end(self) -> str:
+        """Return why to end here, or "". In lockstep all agents decide the same in the same round."""
         index, tolerance = self.run.index, self.config.tolerance
         if index >= self.config.rounds:
             return "rounds"
         if isinstance(self.transport, Free):
-            calm = tolerance is not None and self.link.agreed(self.fleet.calm)
-            return "tolerance" if calm else "seconds" if self.late else ""
+            agreed = tolerance is not None and self.link.agreed(self.fleet.calm)
+            return "tolerance" if agreed else "seconds" if self.time_is_up else ""
         if (tolerance is None and self.fleet.seconds is None) or index == 0 or index % self.config.record_every:
             return ""
-        change, late = self.transport.agree(index, self.change, float(self.late))
+        change, late = self.transport.agree(index, self.change, float(self.time_is_up))
         return "tolerance" if tolerance is not None and change < tolerance else "seconds" if late else ""
 
-    def _sweep(self, fresh: dict[int, int], members: set[int]) -> None:
-        """Count the sweeps in which nothing changed, each over all neighbours that are at work."""
-        self.swept |= set(fresh)
+    def _count_calm_sweeps(self, fresh: dict[int, int], members: set[int]) -> None:
+        """Count the sweeps without a change above the tolerance, each over all neighbours that are still running."""
+        self.heard_in_sweep |= set(fresh)
         if self.config.tolerance is None or self.change >= self.config.tolerance:
-            self.calm, self.swept = 0, set()
-        elif members <= self.swept and (members or self.transport.neighbours):
-            self.calm, self.swept = self.calm + 1, set()
+            self.calm, self.heard_in_sweep = 0, set()
+        elif members <= self.heard_in_sweep and (members or self.transport.neighbours):
+            self.calm, self.heard_in_sweep = self.calm + 1, set()
 
-    def _note(self, step: int) -> None:
-        """Log what a step read."""
+    def _log_step(self, step: int) -> None:
+        """Log the versions that a step read."""
         if isinstance(self.transport, Free):
             read = {str(j): version for j, version in self.transport.fresh.items()}
             line = {"step": step, "members": sorted(self.transport.members), "read": read}
@@ -204,7 +206,7 @@ class _Peer:
     def _save(self) -> None:
         self.transport.wire_bytes = self.link.wire_bytes
         tensors = {f"link.{name}": tensor for name, tensor in self.link.buffers().items()}
-        numbers = {"calm": self.calm, "late": self.late, "why": ENDS.index(self.why), "change": self.change}
+        numbers = {"calm": self.calm, "late": self.time_is_up, "why": ENDS.index(self.reason), "change": self.change}
         self.recorder.save(tensors, seconds=self.clock, **numbers)
 
     def _resume(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
@@ -215,7 +217,7 @@ class _Peer:
         self.link.restore(buffers, self.transport.members if isinstance(self.transport, Free) else set())
         self.link.wire_bytes = self.transport.wire_bytes
         self.clock, self.change = numbers["seconds"], numbers["change"]
-        self.calm, self.late, self.why = int(numbers["calm"]), bool(numbers["late"]), ENDS[int(numbers["why"])]
+        self.calm, self.time_is_up, self.reason = int(numbers["calm"]), bool(numbers["late"]), ENDS[int(numbers["why"])]
         self.recorder.reopen()
         if self.log.exists():
             lines = [line for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -223,12 +225,12 @@ class _Peer:
             scratch.write_text("".join(line for line in lines if json.loads(line)["step"] < self.run.index))
             os.replace(scratch, self.log)
 
-    def _tell(self, state: str, every: float = 0.0) -> None:
-        """Show how it goes, but not too often."""
-        if self.show is None or time.monotonic() - self.shown < every:
+    def _show_status(self, state: str, every: float = 0.0) -> None:
+        """Show the status, at most once in `every` seconds."""
+        if self.show is None or time.monotonic() - self.shown_at < every:
             return
-        self.shown, link, last = time.monotonic(), self.link, self.recorder.rows[-1]
-        up = self._up()
+        self.shown_at, link, last = time.monotonic(), self.link, self.recorder.rows[-1]
+        up = self._neighbours_up()
         self.show(
             {
                 "agent": self.agent,
@@ -245,11 +247,11 @@ class _Peer:
             }
         )
 
-    def _up(self) -> list[int]:
+    def _neighbours_up(self) -> list[int]:
         return [j for j in self.link.neighbours if self.link.silent(j) < 2.0]
 
-    def _row(self, run: Run) -> Row:
-        """A row of an agent that knows only itself."""
+    def _history_row(self, run: Run) -> Row:
+        """Return a history row with what this agent alone can measure."""
         value, x = run.info.value, run.state.x
         if value is None:
             value = run.problem.whole.value_and_grad(x)[0]
@@ -262,7 +264,7 @@ class _Peer:
             "gradients": run.problem.gradients,
             "objective": float(value.sum()),
             "change": self.change,
-            "up": len(self._up()),
+            "up": len(self._neighbours_up()),
             "stale": self.link.stale(),
             "slowest_publish": self.link.slowest,
             "refused": sum(self.link.refused.values()),

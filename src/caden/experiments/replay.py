@@ -1,4 +1,4 @@
-"""A free-running fleet once more, in one process: every step reads the versions that its log says."""
+"""Replay a free-running fleet in one process: every step reads the versions recorded in its log."""
 
 import json
 import threading
@@ -22,16 +22,16 @@ from caden.networks.peers.fleet import Fleet
 
 
 class Replayed(NamedTuple):
-    """An agent after its replay."""
+    """The result of replaying one agent."""
 
     agent: int
     steps: int
     x: Tensor  # (1, d)
-    same: bool  # to the bit, as what the peer left
+    same: bool  # x equals the peer's own result to the bit
 
 
-class _Post:
-    """The rows on their way; each is kept until the last step that reads it has done so."""
+class _RowsInTransit:
+    """The rows in transit; each is stored until the step that needs it has read it."""
 
     def __init__(self, logs: dict[int, dict[int, Any]]):
         self.changed, self.rows = threading.Condition(), dict[tuple[int, int, int], Tensor]()
@@ -42,114 +42,114 @@ class _Post:
             for j, version in line["read"].items()
         )
         self.waiting: dict[int, tuple[int, int, int]] = {}
-        self.walking = set(logs)
-        self.broken = ""
+        self.unfinished = set(logs)
+        self.unpublished = ""
 
     def stuck(self) -> bool:
-        """Whether everybody waits for a row that is not there."""
-        return self.walking <= set(self.waiting) and not any(key in self.rows for key in self.waiting.values())
+        """Whether every running agent waits for a row that does not exist."""
+        return self.unfinished <= set(self.waiting) and not any(key in self.rows for key in self.waiting.values())
 
 
-class _Over(Exception):
-    """The log ends here."""
+class _EndOfLog(Exception):
+    """The end of an agent's log."""
 
 
-class _Recorded:
-    """A link that delivers what was delivered then."""
+class _RecordedLink:
+    """A link that delivers the rows recorded in the logs."""
 
-    def __init__(self, agent: int, log: dict[int, Any], post: _Post):
-        self._agent, self._log, self._post = agent, log, post
+    def __init__(self, agent: int, log: dict[int, Any], transit: _RowsInTransit):
+        self._agent, self._log, self._transit = agent, log, transit
 
     def publish(self, version: int, rows: Mapping[int, Tensor]) -> None:
-        with self._post.changed:
+        with self._transit.changed:
             for j, row in rows.items():
                 key = (self._agent, j, version)
-                if key in self._post.needed:
-                    self._post.rows[key] = row.clone()
-            self._post.changed.notify_all()
+                if key in self._transit.needed:
+                    self._transit.rows[key] = row.clone()
+            self._transit.changed.notify_all()
 
     def members(self, step: int) -> set[int]:
         return set(self._log[step]["members"])
 
     def read(self, step: int) -> dict[int, tuple[int, Tensor]]:
-        post, found = self._post, {}
+        transit, received = self._transit, {}
         if step not in self._log:
-            raise _Over
-        with post.changed:
+            raise _EndOfLog
+        with transit.changed:
             for j, version in self._log[step]["read"].items():
                 key = (int(j), self._agent, version)
-                post.waiting[self._agent] = key
-                while key not in post.rows:
-                    if not post.broken and post.stuck():
-                        post.broken = f"step {step} of agent {self._agent} read version {version} of agent {j}"
-                        post.changed.notify_all()
-                    if post.broken:
-                        raise CadenError(f"The logs do not fit together: {post.broken}, which was never published.")
-                    post.changed.wait(60)
-                del post.waiting[self._agent]
-                found[int(j)] = (version, post.rows.pop(key))
-        return found
+                transit.waiting[self._agent] = key
+                while key not in transit.rows:
+                    if not transit.unpublished and transit.stuck():
+                        transit.unpublished = f"step {step} of agent {self._agent} read version {version} of agent {j}"
+                        transit.changed.notify_all()
+                    if transit.unpublished:
+                        raise CadenError(f"The logs are inconsistent: {transit.unpublished}, which was not published.")
+                    transit.changed.wait(60)
+                del transit.waiting[self._agent]
+                received[int(j)] = (version, transit.rows.pop(key))
+        return received
 
     def wait(self, neighbour: int, version: int, like: Tensor) -> Tensor:
         raise NotImplementedError
 
 
 def replay(folder: Path) -> list[Replayed]:
-    """Run a fleet's directory again from its logs, and compare."""
-    places = [path for path in folder.glob("agent-*") if path.name.removeprefix("agent-").isdigit()]
-    places.sort(key=lambda path: int(path.name.removeprefix("agent-")))
-    if not places:
-        raise CadenError(f"{folder} has no agent-* folders: it is not the directory of a fleet.")
-    config = experiment(places[0] / "config.toml")
+    """Replay a fleet's directory from its logs, and compare the results."""
+    run_dirs = [path for path in folder.glob("agent-*") if path.name.removeprefix("agent-").isdigit()]
+    run_dirs.sort(key=lambda path: int(path.name.removeprefix("agent-")))
+    if not run_dirs:
+        raise CadenError(f"{folder} contains no agent-* folders: it is not the directory of a fleet.")
+    config = experiment(run_dirs[0] / "config.toml")
     if Fleet.of(config).mode != "free":
         raise CadenError("A fleet in lockstep needs no replay: `caden run` on its file gives the same numbers.")
-    logs = {int(place.name.removeprefix("agent-")): _read(place) for place in places}
-    post, found = _Post(logs), dict[int, Replayed | BaseException]()
+    logs = {int(path.name.removeprefix("agent-")): _read_log(path) for path in run_dirs}
+    transit, results = _RowsInTransit(logs), dict[int, Replayed | BaseException]()
     built = {agent: config.build(partial(Fleet.of(config).hosted_agents, agent=agent)) for agent in logs}
 
-    def walk(agent: int, place: Path) -> None:
+    def replay_agent(agent: int, path: Path) -> None:
         try:
-            run, start, _ = prepare_peer(config, agent, built[agent], _Recorded(agent, logs[agent], post))
+            run, start, _ = prepare_peer(config, agent, built[agent], _RecordedLink(agent, logs[agent], transit))
             run.begin(start, Warmup.from_spec(config.warmup))
             for _ in range(len(logs[agent]) - 1):
                 run.step()
-            x, left = run.state.x.clone(), RunDirectory(place)
-            file, name = (left.weights, "x") if left.weights.exists() else (left.checkpoint, "state.x")
-            found[agent] = Replayed(agent, run.index, x, torch.equal(checkpoint.load(file)[0][name], x))
-            run.step()  # one that was begun may have been published before the end came
-        except _Over:
+            x, run_dir = run.state.x.clone(), RunDirectory(path)
+            file, name = (run_dir.weights, "x") if run_dir.weights.exists() else (run_dir.checkpoint, "state.x")
+            results[agent] = Replayed(agent, run.index, x, torch.equal(checkpoint.load(file)[0][name], x))
+            run.step()  # the peer may have published a step that it did not complete
+        except _EndOfLog:
             pass
         except BaseException as error:
-            found[agent] = error
+            results[agent] = error
         finally:
-            with post.changed:
-                post.walking.discard(agent)
-                post.changed.notify_all()
+            with transit.changed:
+                transit.unfinished.discard(agent)
+                transit.changed.notify_all()
 
     with deterministic_mode(config.deterministic):
-        runners = [threading.Thread(target=walk, args=pair, daemon=True) for pair in zip(logs, places)]
-        for runner in runners:
-            runner.start()
-        for runner in runners:
-            runner.join()
-    for result in found.values():
+        threads = [threading.Thread(target=replay_agent, args=pair, daemon=True) for pair in zip(logs, run_dirs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for result in results.values():
         if isinstance(result, BaseException):
             raise result
-    return [result for _, result in sorted(found.items()) if isinstance(result, Replayed)]
+    return [result for _, result in sorted(results.items()) if isinstance(result, Replayed)]
 
 
-def _read(place: Path) -> dict[int, Any]:
-    """The log of an agent by step, up to its checkpoint: what came after it never happened."""
-    path, saved = place / "versions.jsonl", RunDirectory(place).checkpoint
+def _read_log(run_dir: Path) -> dict[int, Any]:
+    """Return the log of an agent by step, up to its checkpoint; later steps do not count."""
+    path, saved = run_dir / "versions.jsonl", RunDirectory(run_dir).checkpoint
     if not saved.exists():
         return {}
     last = int(checkpoint.load(saved)[1]["round"])
     try:
         text = path.read_text()
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        found = {line["step"]: line for line in lines if line["step"] < last}
+        log = {line["step"]: line for line in lines if line["step"] < last}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CadenError(f"Cannot read {path}: {error}.") from None
-    if sorted(found) != list(range(-1, last)):
-        raise CadenError(f"{path} lacks steps.")
-    return found
+    if sorted(log) != list(range(-1, last)):
+        raise CadenError(f"{path} does not contain all steps.")
+    return log

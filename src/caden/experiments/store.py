@@ -1,4 +1,4 @@
-"""Many runs as one piece of work: found again by their content, resumed where they stopped, with the time left."""
+"""A store of many runs: looked up by content, resumed where they stopped, with the time left."""
 
 import hashlib
 import json
@@ -24,51 +24,50 @@ from caden.graphs import Graph
 
 
 def digest(config: Experiment) -> str:
-    """A name for what a run computes; how often it is checkpointed does not count."""
+    """Return a name for what a run computes, whatever its checkpoint interval."""
     content = config.model_dump(exclude_defaults=True, exclude={"checkpoint_every", "compare", "tune"})
     text = json.dumps([__version__, content], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 class RunStore:
-    """Runs under one folder. What is complete there is read, what was interrupted goes on, the rest is run.
+    """Runs under one folder: complete runs are read, interrupted ones are resumed, the rest are run.
 
-    With several `jobs`, so many processes share the cores and each takes a run at a time; for runs of this library's
-    size that is faster than one process on all cores.
+    `jobs` processes share the cores, each with one run at a time. For runs of this library's size that is faster than
+    one process on all cores.
     """
 
     def __init__(self, folder: Path, progress: bool | None = None, jobs: int = 1):
         self.folder, self._progress, self._jobs = folder, progress, require_integer("jobs", jobs, least=1)
         self._built: tuple[str, tuple[Problem, Graph]] | None = None
         self._pool: ProcessPoolExecutor | None = None
-        self.seen: dict[Path, Record] = {}  # what was asked for, in order
-        self.curvatures: dict[str, float] = {}  # of the problems that methods were tuned on
+        self.seen: dict[Path, Record] = {}  # all runs requested, in order
+        self.curvatures: dict[str, float] = {}  # by digest of the problem that methods were tuned on
 
     def path(self, config: Experiment) -> Path:
-        """Where the run of this experiment is, or will be."""
-        what = config.problem.get("data", config.problem["name"])
-        name = f"{config.method['name']}-{what}-{digest(config)}"
+        """Return the run directory of an experiment, existing or not."""
+        problem = config.problem.get("data", config.problem["name"])
+        name = f"{config.method['name']}-{problem}-{digest(config)}"
         return self.folder / name.replace(":", ".").replace("/", ".")
 
     def find(self, config: Experiment) -> Record | None:
-        """The record of a complete run (one that diverged is complete, too)."""
-        place = RunDirectory(self.path(config))
-        return place.record() if place.summary.exists() else None
+        """Return the record of a complete run, if there is one. A diverged run is complete."""
+        run_dir = RunDirectory(self.path(config))
+        return run_dir.record() if run_dir.summary.exists() else None
 
     def build(self, config: Experiment) -> tuple[Problem, Graph]:
-        """Problem and graph of an experiment; those of the last one are kept."""
-        chosen = (config.problem, config.graph, config.seed, config.dtype, config.device, config.deterministic)
-        key = json.dumps(chosen, sort_keys=True)
+        """Return problem and graph of an experiment; those of the last one are cached."""
+        settings = (config.problem, config.graph, config.seed, config.dtype, config.device, config.deterministic)
+        key = json.dumps(settings, sort_keys=True)
         if self._built is None or self._built[0] != key:
-            self._built = None  # the old data go before the new ones come
+            self._built = None  # free the old data before the new data are loaded
             self._built = key, config.model_copy(deep=True).build()[1:]
         return self._built[1]
 
     def run(self, title: str, plans: Mapping[str, Experiment]) -> dict[str, Record]:
-        """The records of all experiments; those that are not there yet are run first."""
-        todo = {
-            self.path(c): (name, c) for name, c in plans.items() if self.find(c) is None
-        }  # a run may have two names
+        """Return the records of all experiments, after running those that are not complete."""
+        # By path, since a run may have two names.
+        todo = {self.path(c): (name, c) for name, c in plans.items() if self.find(c) is None}
         with PlanBar(title, sum(c.rounds for _, c in todo.values()), len(todo), self._progress) as bar:
             if self._jobs > 1 and len(todo) > 1:
                 self._share(list(todo.values()), bar)
@@ -81,7 +80,7 @@ class RunStore:
         return records
 
     def _share(self, todo: list[tuple[str, Experiment]], bar: PlanBar) -> None:
-        """Run experiments in several processes, which stay for the next plan."""
+        """Run experiments in several processes, which are kept for the next plan."""
         if self._pool is None:
             threads = max(1, torch.get_num_threads() // self._jobs)
             context = multiprocessing.get_context("spawn")
@@ -93,35 +92,35 @@ class RunStore:
                 done.result()
                 bar.end(name, config.rounds, RunDirectory(self.path(config)).record())
         except BaseException as error:
-            for process in list(self._pool._processes.values()):  # what they have done is in their checkpoints
+            for process in list(self._pool._processes.values()):  # their work is in their checkpoints
                 process.terminate()
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
             if isinstance(error, KeyboardInterrupt | BrokenProcessPool):
-                raise Interrupted("Interrupted; the same command goes on where it was.") from None
+                raise Interrupted("Interrupted; run the same command again to continue.") from None
             raise
 
     def one(self, config: Experiment, callbacks: Sequence[Callback] = ()) -> Record:
-        """Run an experiment, or go on with it."""
-        place = RunDirectory(self.path(config))
-        begun = place.path.exists()
-        config = experiment(place.path / "config.toml", defaults={}) if begun else config.model_copy(deep=True)
+        """Run an experiment, or resume it."""
+        run_dir = RunDirectory(self.path(config))
+        begun = run_dir.path.exists()
+        config = experiment(run_dir.path / "config.toml", defaults={}) if begun else config.model_copy(deep=True)
         try:
-            with warnings.catch_warnings():  # who plans runs with the paper's rule knows what it does
+            with warnings.catch_warnings():  # plans use the paper's rule on purpose
                 warnings.filterwarnings("ignore", message='`dual="paper"` with sleeping agents')
-                config.run(place.path, begun, self.build(config), progress=False, picture=False, callbacks=callbacks)
+                config.run(run_dir.path, begun, self.build(config), progress=False, picture=False, callbacks=callbacks)
         except Diverged:
-            if not place.summary.exists():  # before the first round: nothing to show, nothing to keep
+            if not run_dir.summary.exists():  # diverged before the first round: there is no record
                 raise
         except CadenError as error:
-            raise CadenError(f"{place.path.name}: {error}") from None
-        place.checkpoint.unlink(missing_ok=True)  # large, and of no more use
-        return place.record()
+            raise CadenError(f"{run_dir.path.name}: {error}") from None
+        run_dir.checkpoint.unlink(missing_ok=True)  # large, and no longer needed
+        return run_dir.record()
 
 
 @cache
 def _store(folder: Path) -> RunStore:
-    return RunStore(folder)  # a worker's own, which keeps the problem that it built last
+    return RunStore(folder)  # one per process, to cache the problem that it built last
 
 
 def _work(folder: Path, config: dict[str, Any]) -> None:

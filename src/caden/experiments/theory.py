@@ -1,4 +1,4 @@
-"""What theory says of an experiment before it is run."""
+"""What theory predicts for an experiment before it runs."""
 
 from typing import Any
 
@@ -16,16 +16,16 @@ from caden.schedules import Draw, Participation, Workload
 
 
 def start_and_curvature(config: Experiment, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Where the runs of an experiment start after their warm-up, and (k,) how steep each f_i is there."""
+    """Return the point where runs start after the warm-up, and (k,) the curvature of each f_i there."""
     x, curvature = warm_up(problem, start_point(problem), config.warmup)
     return x, smoothness(problem, x) if curvature is None else curvature
 
 
 def theory_report(config: Experiment) -> dict[str, Any]:
-    """Conditions, constants, stability, rate and a recommendation for an experiment with CADEN, as plain tables."""
+    """Return conditions, constants, stability, rate and a recommendation for an experiment with CADEN, as tables."""
     name = config.method["name"]
     if name not in CARDS or not CARDS[name].theory:
-        raise CadenError(f"The theory here is about CADEN, not {name!r}: use --set method.name=caden.")
+        raise CadenError(f"The theory covers CADEN only, got {name!r}: use `--set method.name=caden`.")
     _, problem, graph = config.build()
     x, curvature = start_and_curvature(config, problem)
     mu_z = config.method.get("mu_z", "auto")

@@ -1,10 +1,10 @@
 """Tuning with equal budgets: successive halving (Jamieson and Talwalkar, "Non-stochastic best arm identification and
 hyperparameter optimization", AISTATS 2016) over points of a Halton sequence in each method's search space.
 
-Every method gets the same number of points and the same rounds: `trials` points for `rounds` rounds each, the best
-third of them for three times as many, the best ninth for nine times. A trial ends early when it reaches the target; the
-fewest rounds win, or, where the target was not reached, the highest accuracy (without accuracies, the smallest relative
-error). Accuracy is that of samples held out from the training set; the test set is not looked at.
+Every method gets the same budget: `trials` points for `rounds` rounds each, the best third of them for three times as
+many rounds, the best ninth for nine times as many. A trial ends early when it reaches the target. The fewest rounds
+win. If no trial reaches the target, the highest accuracy wins, or, without accuracies, the smallest relative error.
+Accuracy is measured on samples held out from the training set; the test set is not used.
 """
 
 import inspect
@@ -27,22 +27,22 @@ from caden.registry import factory
 
 
 class Tuned(NamedTuple):
-    """What tuning a method gave."""
+    """The outcome of tuning a method."""
 
     parameters: dict[str, Any]  # of the best trial
-    trials: pd.DataFrame  # a row per trial and rung: parameters, rounds, what it reached
+    trials: pd.DataFrame  # one row per trial and rung: parameters, rounds, results
     record: Record  # of the best trial
 
 
 def space_of(method: str, given: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """The search space of a method: the given one, the one in its file, or three decades around a default."""
+    """Return the search space of a method: `given`, else the one in its file, else three decades around a default."""
     space = dict(given) or (dict(CARDS[method].space) if method in CARDS else {})
     if not space:
         signature = inspect.signature(factory("method", METHODS, {"name": method}))
         numbers = [(k, p.default) for k, p in signature.parameters.items() if isinstance(p.default, float)]
         numbers = [(k, v) for k, v in numbers if v > 0]
         if not numbers:
-            raise CadenError(f"{method} has no search space: give one, such as `tune.{method}.alpha = [0.1, 0.3]`.")
+            raise CadenError(f"{method} has no search space: set one, such as `tune.{method}.alpha = [0.1, 0.3]`.")
         name, default = numbers[0]
         space = {name: {"low": default / 30, "high": default * 30}}
     for name, entry in space.items():
@@ -51,7 +51,7 @@ def space_of(method: str, given: Mapping[str, Any] = {}) -> dict[str, Any]:
             if not {"low", "high"} <= set(entry) <= {"low", "high", "unit"} or entry.get("unit") not in (None, *_UNITS):
                 raise CadenError(f'`{where}` takes `low`, `high` and `unit` ("L" or "1/L"), got {entry!r}.')
             if require_positive(f"{where}.low", entry["low"]) > require_positive(f"{where}.high", entry["high"]):
-                raise CadenError(f"`{where}`: low is above high.")
+                raise CadenError(f"`{where}`: `low` must not be above `high`, got {entry!r}.")
         elif not isinstance(entry, list) or not entry:
             raise CadenError(f"`tune.{method}.{name}` must be a range {{low, high, unit}} or a list, got {entry!r}.")
     factory("method", METHODS, {"name": method, **space})
@@ -62,12 +62,12 @@ _UNITS = ("L", "1/L")
 
 
 def points(space: Mapping[str, Any], trials: int, curvature: float, seed: int = 0) -> list[dict[str, Any]]:
-    """`trials` different points of a space (fewer if it has fewer), spread evenly; numbers have three digits.
+    """Return `trials` distinct, evenly spread points of a space, or all if it has fewer, with three-digit numbers.
 
     >>> points({"alpha": {"low": 0.1, "high": 10.0, "unit": "1/L"}, "form": ["atc", "semi_a"]}, 2, curvature=2.0)
     [{'alpha': 0.0789, 'form': 'atc'}, {'alpha': 0.789, 'form': 'semi_a'}]
     """
-    found: list[dict[str, Any]] = []
+    chosen: list[dict[str, Any]] = []
     for row in qmc.Halton(len(space), seed=seed).random(8 * trials):
         point: dict[str, Any] = {}
         for u, (name, entry) in zip(row.tolist(), space.items()):
@@ -77,13 +77,13 @@ def points(space: Mapping[str, Any], trials: int, curvature: float, seed: int = 
                 point[name] = float(f"{math.exp(low + u * (high - low)):.3g}")
             else:
                 point[name] = entry[int(u * len(entry))]
-        if point not in found and len(found) < trials:
-            found.append(point)
-    return found
+        if point not in chosen and len(chosen) < trials:
+            chosen.append(point)
+    return chosen
 
 
 def score(record: Record) -> tuple[float, float]:
-    """Smaller is better: rounds to the target, then error."""
+    """Return the sort key of a trial, smaller is better: rounds to the target, then accuracy or error."""
     end = record.summary
     if end["stopped"] == "diverged":
         return math.inf, math.inf
@@ -95,7 +95,7 @@ def score(record: Record) -> tuple[float, float]:
 
 
 def held_out(config: Experiment) -> Experiment:
-    """The experiment measured on held-out training samples (a sixth, unless it says how many)."""
+    """Return the experiment measured on held-out training samples, a sixth unless `validation` is set."""
     table = {k: v for k, v in config.problem.items() if k != "test_samples"}
     if table["name"] != "classification":
         return config
@@ -108,7 +108,7 @@ def held_out(config: Experiment) -> Experiment:
 
 
 def curvature(store: RunStore, config: Experiment) -> float:
-    """The largest L_i of the problem where the runs start; found once for all methods."""
+    """Return the largest L_i of the problem at the start of the runs, computed once for all methods."""
     key = digest(config.model_copy(update={"method": {}}))
     if key not in store.curvatures:
         largest = float(start_and_curvature(config, store.build(config)[0])[1].max())
@@ -117,7 +117,7 @@ def curvature(store: RunStore, config: Experiment) -> float:
 
 
 def tune(store: RunStore, config: Experiment, method: str, trials: int = 18, rounds: int = 20) -> Tuned:
-    """Search the space of a method with the given budget; runs are kept in the store."""
+    """Search the space of a method with the given budget; the store keeps the runs."""
     require_integer("trials", trials, least=1), require_integer("rounds", rounds, least=1)
     space = space_of(method, config.tune.get(method, {}))
     base = held_out(config).model_copy(update={"tune": {}, "compare": {}, "record_every": 1})
@@ -125,9 +125,9 @@ def tune(store: RunStore, config: Experiment, method: str, trials: int = 18, rou
     if config.target is not None and "accuracy" in problem.evaluate(start_point(problem)):
         base = base.model_copy(update={"stop_at_target": True})
     fixed = config.with_method(method).method
-    found = points(space, trials, curvature(store, base), config.seed)
-    alive = {number: {**fixed, **point} for number, point in enumerate(found)}
-    table: list[dict[str, Any]] = []
+    candidates = points(space, trials, curvature(store, base), config.seed)
+    alive = {number: {**fixed, **point} for number, point in enumerate(candidates)}
+    rows: list[dict[str, Any]] = []
     best: dict[int, Record] = {}
     for rung in range(3):
         length = rounds * 3**rung
@@ -139,26 +139,26 @@ def tune(store: RunStore, config: Experiment, method: str, trials: int = 18, rou
             end = best[n].summary
             columns = ("round", "rounds_to_target", "best_accuracy", "relative_error", "stopped", "seconds")
             row = {"trial": n, "rung": rung + 1, **{k: alive[n][k] for k in space}}
-            table.append({**row, **{k: end[k] for k in columns if k in end}, "run": best[n].path.name})
+            rows.append({**row, **{k: end[k] for k in columns if k in end}, "run": best[n].path.name})
         ranked = sorted(alive, key=lambda n: (*score(best[n]), n))
         alive = {n: alive[n] for n in ranked[: max(1, math.ceil(len(alive) / 3))]}
     winner = next(iter(alive))
     if best[winner].summary["stopped"] == "diverged":
-        raise RunError(f"Every trial of {method} diverged: give it another space, such as `tune.{method}`.")
-    return Tuned({k: v for k, v in alive[winner].items() if k != "name"}, pd.DataFrame(table), best[winner])
+        raise RunError(f"Every trial of {method} diverged: set another search space with `tune.{method}`.")
+    return Tuned({k: v for k, v in alive[winner].items() if k != "name"}, pd.DataFrame(rows), best[winner])
 
 
 def tune_experiment(
     config: Experiment, methods: Sequence[str], store: RunStore, trials: int = 18, rounds: int = 20
 ) -> dict[str, Tuned]:
-    """Tune several methods; leaves trials.csv and tuned.toml, with which `compare` runs the winners on the test set."""
+    """Tune several methods; write trials.csv and tuned.toml, with which `compare` runs the winners on the test set."""
     for name in methods:
         space_of(name, config.tune.get(name, {}))
     for name in config.tune:
         require_choice("key", f"tune.{name}", [f"tune.{n}" for n in methods])
     tuned = {name: tune(store, config, name, trials, rounds) for name in methods}
-    everything = pd.concat([t.trials.assign(method=name) for name, t in tuned.items()], ignore_index=True)
-    everything.to_csv(store.folder / "trials.csv", index=False, lineterminator="\n")
+    all_trials = pd.concat([t.trials.assign(method=name) for name, t in tuned.items()], ignore_index=True)
+    all_trials.to_csv(store.folder / "trials.csv", index=False, lineterminator="\n")
     problem = {k: v for k, v in config.problem.items() if k != "validation"}
     best = {name: t.parameters for name, t in tuned.items()}
     winners = config.model_copy(update={"compare": best, "tune": {}, "problem": problem})

@@ -1,6 +1,6 @@
-"""Methods: each one file that reads like its paper. A line here puts a file's methods into the register.
+"""The methods: each file reads like its paper. A line here adds a file's methods to the registry.
 
-Default parameters are starting points for networks like the embedded digits' one; tune them for anything else.
+Default parameters are starting points for networks like the embedded digits network; tune them for anything else.
 """
 
 from caden.methods._accelerated import accelerated as accelerated
@@ -36,6 +36,7 @@ from caden.methods._registry import CARDS as CARDS
 from caden.methods._registry import CONDITIONS as CONDITIONS
 from caden.methods._registry import METHODS as METHODS
 from caden.methods._registry import Card as Card
+from caden.methods._registry import advice_for as advice_for
 from caden.methods._registry import register as register
 from caden.methods._scaffold import scaffold as scaffold
 from caden.methods._tutunov import tutunov as tutunov

@@ -1,19 +1,19 @@
 """Quasi-Newton acceleration: Zhou, Alexander and Lange, "A quasi-Newton acceleration for high-dimensional optimization
 algorithms", Statistics and Computing 21, 2011.
 
-A round of a method is a map F of its state z (x, duals and what else it carries). Every second round the state jumps:
+One round of a method is a map F of its state z (x, the duals and everything else it carries). Every second round jumps:
 
     u = F(z) - z,  v = F(F(z)) - F(z),   the last q of them as columns of U and V
     z <- F(z) - V (U'U - U'V)^-1 U'(z - F(z))
 
-The coefficients are the same for all agents, so that sums which the method keeps (of duals, of trackers) stay kept. If
-|F(z) - z| is more than twice what it was before a jump, the jump is taken back. Stored values and gradients are
-evaluated anew after a jump: one gradient per two rounds.
+All agents use the same coefficients, so the sums that the method preserves (of duals, of trackers) stay preserved. If
+|F(z) - z| is more than twice what it was before a jump, the jump is undone. Stored values and gradients are
+re-evaluated after a jump: one gradient per two rounds.
 
-Beside the method's own messages, q (q + 1) scalars per agent are averaged every second round, and one in the others.
-Memory: 2 q + 2 states.
+In addition to the method's own communications, q (q + 1) scalars per agent are averaged in every second round and one
+in the others. Memory: 2 q + 2 states.
 
-Sleeping agents: refused; with them a round is another map each time.
+Sleeping agents: refused; with them each round is a different map.
 """
 
 from typing import Any, NamedTuple
@@ -26,14 +26,14 @@ from caden._tensor.states import flatten, restore
 from caden.core import Info, Method, Round
 from caden.errors import require_integer
 from caden.methods._dense import must_be_awake
-from caden.methods._registry import METHODS, register
+from caden.methods._registry import METHODS, advice_for, register
 from caden.registry import make
 
 
 class State(NamedTuple):
     x: Tensor  # (k, d)
     inner: Any  # the method's own state
-    move: Tensor  # (N, d) F(z) - z, once that is known
+    move: Tensor  # (N, d) F(z) - z, once it is known
     safe: Tensor  # (N, d) F(F(z)) before the last jump
     u: Tensor  # (q, N, d)
     v: Tensor  # (q, N, d)
@@ -42,11 +42,11 @@ class State(NamedTuple):
     halfway: bool  # the method's state is F(z), not z
 
 
-_AT_REST = (".value", ".gradient", ".tally", ".vectors", ".columns", ".hessian")  # evaluated, or a memory
+_NOT_MOVED = (".value", ".gradient", ".tally", ".vectors", ".columns", ".hessian")  # evaluated from x, or a memory
 
 
 def _moving(inner: Any) -> dict[str, Tensor]:
-    """The vectors of a state that F moves: all but the local solver's memory and what is evaluated from x."""
+    """Return the tensors of a state that F moves: all but the solver's memory and what is evaluated from x."""
     width = inner.x.shape[1]
     return {
         name: tensor
@@ -54,16 +54,17 @@ def _moving(inner: Any) -> dict[str, Tensor]:
         if tensor.shape[-1:] == (width,)
         and tensor.is_floating_point()
         and not name.startswith(".memory")
-        and name not in _AT_REST
+        and name not in _NOT_MOVED
     }
 
 
 def _rows(inner: Any) -> Tensor:
+    """Return the moving tensors as one: (N, d)."""
     return torch.cat([tensor.reshape(-1, inner.x.shape[1]) for tensor in _moving(inner).values()])
 
 
 def _with_rows(inner: Any, rows: Tensor, round: Round) -> Any:
-    """The state with other vectors, and with f and its gradient at its new x."""
+    """Return the state with new moving rows, and with f and its gradient at the new x."""
     tensors, moving = flatten(inner, ""), _moving(inner)
     parts = torch.split(rows, [tensor.numel() // rows.shape[1] for tensor in moving.values()])
     tensors |= {name: part.reshape(tensor.shape) for (name, tensor), part in zip(moving.items(), parts)}
@@ -76,11 +77,11 @@ def _with_rows(inner: Any, rows: Tensor, round: Round) -> Any:
 
 @register({"method": {"name": "caden", "mu_z": 0.4, "solver": "exact"}})
 def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 3) -> Method:
-    """Any method, its fixed-point map accelerated with secant pairs; needs everyone awake.
+    """Any method with its fixed-point map accelerated by secant pairs; needs everyone awake.
 
     Args:
         method: the method to accelerate, as an object, a name or a table.
-        secants: how many secant pairs are kept.
+        secants: number of secant pairs.
 
     Reference: Zhou, Alexander and Lange, Statistics and Computing 21, 2011.
 
@@ -95,7 +96,7 @@ def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 
     q = require_integer("secants", secants, least=1)
 
     def total(round: Round, products: Tensor) -> Tensor:
-        """Sums over all agents of what each agent's rows contribute: (N, n) -> (n,)."""
+        """Sum the contributions of all agents' rows: (N, n) -> (n,)."""
         own = products.new_zeros(len(round.active), products.shape[1])
         own.index_add_(0, torch.arange(len(products), device=own.device) % len(own), products)
         return round.average(own) * round.graph.agents
@@ -120,14 +121,14 @@ def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 
         return state._replace(x=inner.x, inner=inner, move=now - before, residual=residual, halfway=True), info
 
     def jump(state: State, middle: Tensor, now: Tensor, inner: Any, round: Round) -> tuple[State, Info]:
-        slot, known = state.stored % q, min(state.stored + 1, q)
+        slot, held = state.stored % q, min(state.stored + 1, q)
         state.u[slot], state.v[slot] = state.move, now - middle
-        u, v = state.u[:known], state.v[:known]
+        u, v = state.u[:held], state.v[:held]
         pairs = [*((a, b) for a in u for b in u - v), *((a, -state.move) for a in u)]
         sums = total(round, torch.stack([row_dots(a, b) for a, b in pairs], dim=1)).double()
-        weights = torch.linalg.pinv(sums[: known**2].reshape(known, known), rtol=1e-12) @ sums[known**2 :]
+        weights = torch.linalg.pinv(sums[: held**2].reshape(held, held), rtol=1e-12) @ sums[held**2 :]
         inner = _with_rows(inner, middle - sum(w * b for w, b in zip(weights.to(v), v)), round)
         new = State(inner.x, inner, state.move, now, state.u, state.v, state.stored + 1, state.residual, False)
         return new, Info()
 
-    return Method(init, step, "accelerated", base.examine)
+    return Method(init, step, "accelerated", base.examine, advice=base.advice or advice_for(base.name))

@@ -1,8 +1,8 @@
 """ADAPD: Mancino-Ball, Xu and Chen, "A decentralized primal-dual framework for non-convex smooth consensus
 optimization", IEEE TSP 71, 2023.
 
-Each agent keeps a local model x, its part x0 of the global one, and duals y (x = x0) and z (consensus of x0); q = W x0
-from the last exchange:
+Each agent has a local model x, its copy x0 of the global one, and duals y (for x = x0) and z (for consensus of x0). q
+is W x0 from the last exchange:
 
     x  ~ argmin f_i(v) + y.(v - x0) + |v - x0|^2 / (2 eta)       a few steps from x
     x0 <- (x + q + eta (y - z)) / 2
@@ -10,12 +10,14 @@ from the last exchange:
     send x0;  q <- W x0
     z  <- z + (x0 - q) / eta
 
-variant="og" replaces the first line by one gradient step, x = x0 - eta (grad f_i(old x) + y); variant="mc" mixes with a
-Chebyshev polynomial of W, at as many exchanges a round as its degree. eta belongs to unscaled f_i: the values of the
-authors' code, which divides f_i by m, divided by m. The start is x0 = x with one free exchange for q.
+variant="og" replaces the first line by one gradient step, x = x0 - eta (grad f_i(old x) + y). variant="mc" mixes with a
+Chebyshev polynomial of W and needs as many exchanges per round as its degree. eta refers to unscaled f_i: the authors'
+code divides f_i by m, so divide its values of eta by m. The start is x0 = x, with one uncounted exchange for q.
 
-One vector per directed edge and round ("mc": its degree). Sleeping agents: W is doubly stochastic on the awake subgraph
-and sleepers keep all they have; sum z = 0 holds in every round.
+One communication per directed edge and round ("mc": as many as the degree).
+
+Sleeping agents: W is doubly stochastic on the awake subgraph and sleeping agents keep their whole state; sum z = 0
+holds in every round.
 """
 
 from typing import Any, NamedTuple
@@ -50,11 +52,11 @@ def adapd(
     degree: int = 2,
     solver: LocalSolver | str | dict[str, Any] = "gd",
 ) -> Method:
-    """ADAPD, with a local model and a part of the global one at each agent.
+    """ADAPD, with a local model and a copy of the global one at each agent.
 
     Args:
-        eta: the penalty is 1/eta; belongs to unscaled f_i.
-        variant: None, "og" (one gradient a round) or "mc" (Chebyshev mixing).
+        eta: the penalty is 1/eta; refers to unscaled f_i.
+        variant: None, "og" (one gradient per round) or "mc" (Chebyshev mixing).
         degree: exchanges per round of "mc".
         solver: local solver, as an object, a name or a table.
 

@@ -1,13 +1,13 @@
-"""ADMM with all its edge variables: eq. (5) of the CADEN paper (Yi, Zeng and Freris, arXiv:2504.04073, 2025) as it
-stands, before any of them is eliminated.
+"""ADMM with all its edge variables: eq. (5) of the CADEN paper (Yi, Zeng and Freris, arXiv:2504.04073, 2025) before any
+variable is eliminated.
 
     x_i      = argmin f_i(v) + sum_j ( y_ij,i.(v - z_ij) + mu_z/2 |v - z_ij|^2 )
     z_ij     = ( x_i + x_j + (y_ij,i + y_ij,j)/mu_z ) / 2
     y_ij,i  <- y_ij,i + mu_y (x_i - z_ij)
 
-The reference that the agent form is tested against. One vector per directed edge and round.
+The agent form is tested against this reference. One communication per directed edge and round.
 
-Sleeping agents: refused; this is the form in which Algorithm 1 was derived, for everyone awake.
+Sleeping agents: refused; Algorithm 1 was derived from this form with everyone awake.
 """
 
 from typing import Any, NamedTuple

@@ -1,16 +1,16 @@
 """C2EDEN: Liu, Chen, Luo and Lui, "Communication efficient distributed Newton method with fast convergence rates", KDD
 2023.
 
-Every agent holds the same x. In round t each sends its gradient at x and one column, number t mod d, of its Hessian at
-the snapshot u; after d rounds the server has a whole Hessian H of the mean of the f_i, which serves for the next d
-rounds while another one is filled at u = x:
+All agents have the same x. In round t each sends its gradient at x and one column, number t mod d, of its Hessian at
+the snapshot u. After d rounds the server has a complete Hessian H of the mean of the f_i. It is used for the next d
+rounds while another is filled at u = x:
 
     x <- x + argmin_s  g.s + s'H s / 2 + cubic/6 |s|^3          (cubic = 0: the Newton step)
 
-In the first d rounds, x <- x - alpha g. A server method: two vectors up and two down per agent and round (the authors
-send the new x down instead, one vector). Two d x d matrices: small dimensions only.
+In the first d rounds, x <- x - alpha g. A server method: two communications up and two down per agent and round (the
+authors send the new x down instead, one communication). Two d x d matrices: small dimensions only.
 
-Sleeping agents: refused; a column or a gradient without somebody's part is that of another function.
+Sleeping agents: refused; a column or gradient without some agent's part belongs to another function.
 """
 
 from typing import NamedTuple
@@ -34,33 +34,34 @@ class State(NamedTuple):
 
 
 def cubic_step(g: Tensor, H: Tensor, cubic: float) -> Tensor:
-    """argmin g.s + s'H s/2 + cubic/6 |s|^3: s = -(H + cubic r/2 I)^-1 g with r = |s|, by bisection
+    """Return argmin g.s + s'H s/2 + cubic/6 |s|^3.
 
-    (a stationary point, not the minimum, if g is orthogonal to the lowest eigenvector of an indefinite H).
+    It is s = -(H + cubic r/2 I)^-1 g with r = |s|, by bisection. If g is orthogonal to the lowest eigenvector of an
+    indefinite H, s is a stationary point, not the minimiser.
     """
     step: Tensor
     if cubic == 0:
-        step = -torch.linalg.pinv(H, hermitian=True) @ g  # where the mean Hessian is singular, the shortest step
+        step = -torch.linalg.pinv(H, hermitian=True) @ g  # the shortest step if H is singular
         return step
     values, basis = torch.linalg.eigh(H)
-    along = basis.mT @ g
-    above = values - values[0]
-    low = max(0.0, float(values[0]))  # of gap = values[0] + cubic r/2, which keeps its digits where H is near singular
+    coefficients = basis.mT @ g
+    offsets = values - values[0]
+    low = max(0.0, float(values[0]))  # bound of gap = values[0] + cubic r/2, accurate also if H is near singular
     high = low + cubic / 2 * (1 + float((2 * g.norm() / cubic).sqrt())) + abs(float(values[0]))
     for _ in range(200):
         gap = (low + high) / 2
-        longer = float((along / (above + gap)).norm()) > 2 / cubic * (gap - float(values[0]))
-        low, high = (gap, high) if longer else (low, gap)
-    step = -basis @ (along / (above + high))
+        too_long = float((coefficients / (offsets + gap)).norm()) > 2 / cubic * (gap - float(values[0]))
+        low, high = (gap, high) if too_long else (low, gap)
+    step = -basis @ (coefficients / (offsets + high))
     return step
 
 
 @register({"alpha": 0.5}, space={"alpha": STEP, "cubic": [0.0, 0.1, 1.0]})
 def c2eden(alpha: float = 0.3, cubic: float = 0.0) -> Method:
-    """C2EDEN: Newton steps with a Hessian that is sent column by column; for small d, everyone awake.
+    """C2EDEN: Newton steps with a Hessian sent column by column; for small d, needs everyone awake.
 
     Args:
-        alpha: step of the first d rounds, while there is no Hessian.
+        alpha: step size of the first d rounds, before there is a Hessian.
         cubic: weight of the cubic regularisation; 0 for plain Newton steps.
 
     Reference: Liu, Chen, Luo and Lui, KDD 2023.

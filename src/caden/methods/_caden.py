@@ -1,27 +1,27 @@
 """CADEN: Yi, Zeng and Freris, "Curvature accelerated decentralized non-convex optimization for high-dimensional machine
 learning problems", arXiv:2504.04073, 2025.
 
-Algorithm 1. An awake agent i
+Algorithm 1. Each awake agent i:
 
     x_i  <- a few L-BFGS steps on  f_i(v) + phi_i.v + mu_z/2 sum_j |v - (x_i + x_j)/2|^2
     broadcasts x_i
     phi_i <- phi_i + mu_y/2 sum_j (x_i - x_j)
 
-Taken to the letter (``dual="paper"``) this is right only while everyone is awake. When an edge has one end awake, only
-that end's phi moves, sum phi leaves zero, and the limit solves sum grad f_i = -sum phi: a wrong point. The default
-(``dual="exact"``) keeps the paper's own edge variables z_ij = s_e and y_ij = +-y_e of its eq. (5), known at both ends,
-and moves them by the half step of whichever end is awake:
+Followed to the letter (``dual="paper"``), this is correct only while everyone is awake. If only one end of an edge is
+awake, only that end's phi moves. Then sum phi leaves zero, and the limit solves sum grad f_i = -sum phi: it is not a
+stationary point. The default (``dual="exact"``) keeps the edge variables z_ij = s_e and y_ij = +-y_e of the paper's eq.
+(5), known at both ends, and moves them by the half step of whichever end is awake:
 
     u_i = x_i - s_e if i was awake, else 0;  u_j likewise
     s_e <- s_e + relax (u_i + u_j);   y_e <- y_e + relax mu_y (u_i - u_j)
 
-It is still one broadcast a round, sum phi = 0 by construction, and for relax = 1/2 with everyone awake it is Algorithm
-1.
+This still takes one broadcast per round, and sum phi = 0 by construction. With relax = 1/2 and everyone awake it is
+Algorithm 1.
 
 Sleeping agents: with dual="exact" edges move by the half step of whichever end is awake; exact.
 
-If nobody can ever sleep, the same iterates come from agent variables alone, which is what runs then. `relax` above
-1/2 over-relaxes; with mu_y = mu_z the method is the relaxed ADMM of Bastianello, Carli, Schenato and Todescato,
+If no agent can ever sleep, agent variables alone give the same iterates, and these are used. `relax` above 1/2
+over-relaxes. With mu_y = mu_z the method is the relaxed ADMM of Bastianello, Carli, Schenato and Todescato,
 "Asynchronous distributed optimization over lossy networks via relaxed ADMM", IEEE TAC 66(6), 2021.
 """
 
@@ -40,16 +40,16 @@ from caden.theory import examine
 
 
 class State(NamedTuple):
-    """x and phi as in the paper; `gap` is sum_j (x_i - z_ij), the pull of the anchors."""
+    """x and phi as in the paper; `gap` is sum_j (x_i - z_ij), the pull of the anchors z_ij."""
 
     x: Tensor  # (k, d)
     phi: Tensor  # (k, d)
     gap: Tensor  # (k, d)
     memory: Any  # the local solver's
     mu_z: Tensor  # ()
-    s: Tensor | None  # (e, d) the paper's z_ij, where agents may sleep
+    s: Tensor | None  # (e, d) the paper's z_ij, if agents may sleep
     y: Tensor | None  # (e, d) the paper's y_ij, + at the first end and - at the second
-    tally: Tensor | None  # (k, 3) residuals and curvature since mu_z was last looked at, if it is "auto"
+    tally: Tensor | None  # (k, 3) residuals and curvature since the last check of mu_z, if it is "auto"
 
 
 @register({"mu_z": 0.4, "solver": "exact"}, BROADCAST, {"mu_z": PENALTY, "relax": RELAX}, theory=True)
@@ -62,17 +62,17 @@ def caden(
     unsafe: bool = False,
     solver: LocalSolver | str | dict[str, Any] = "lbfgs",
 ) -> Method:
-    """CADEN with its three tuning knobs; every default is meant to work unseen.
+    """CADEN with its three tuning knobs; the defaults are meant to work without tuning.
 
     Args:
-        mu_z: weight of the pull towards the neighbours. "auto" starts at 0.006 L / (mean degree), L being the largest
-            curvature that the warm-up (else a few probing gradients) finds, and moves in some of the first 256 rounds
-            so that neither residual lags behind; agents agree on the numbers by max-consensus, counted from round 0 on.
-        mu_y: dual step, `mu_z` if None. Far above it the method diverges, whatever Theorem 1 of the paper asks for.
+        mu_z: weight of the pull towards the neighbours. "auto" starts at 0.006 L / (mean degree), where L is the
+            largest curvature found by the warm-up (without one, by a few probing gradients), and balances the residuals
+            in some of the first 256 rounds. Agents agree on the numbers by max-consensus, counted from round 0 on.
+        mu_y: dual step, `mu_z` if None. Far above it the method diverges, although Theorem 1 of the paper asks for it.
         dual: "exact" (correct with sleeping agents) or "paper" (Algorithm 1 to the letter).
-        relax: 0.5 is the paper's; up to about 0.9 is usually faster and costs nothing.
-        growth: factor on mu_z and mu_y in every round.
-        unsafe: run also what must diverge (see `theory.examine`).
+        relax: 0.5 in the paper; values up to about 0.9 are usually faster and cost nothing.
+        growth: factor by which mu_z and mu_y grow in every round.
+        unsafe: run even with parameters that must diverge (see `theory.examine`).
         solver: local solver, as an object, a name or a table.
 
     Reference: Yi, Zeng and Freris, arXiv:2504.04073, 2025.
@@ -87,7 +87,7 @@ def caden(
     local = solvers.from_spec(solver)
 
     def penalties(mu: Tensor, index: int) -> tuple[Tensor, Tensor | float]:
-        """mu_z and mu_y of a round."""
+        """Return mu_z and mu_y of a round."""
         factor = torch.tensor(growth, dtype=mu.dtype, device=mu.device) ** index
         return mu * factor, mu * factor if mu_y is None else mu_y * factor
 
@@ -113,9 +113,9 @@ def caden(
         heard = round.broadcast(solved.x)
         s, y = state.s, state.y
         if s is not None and y is not None:
-            phi, gap, s, y = _edges(s, y, heard, round, relax, step_y)
+            phi, gap, s, y = _edge_update(s, y, heard, round, relax, step_y)
         else:
-            phi, gap = _agents(state, solved.x, heard, round, relax, step_y)
+            phi, gap = _agent_update(state, solved.x, heard, round, relax, step_y)
         new = State(solved.x, phi, gap, solved.memory, state.mu_z, s, y, state.tally)
         return new, solved.info if state.tally is None else solved.info._replace(heard=heard)
 
@@ -125,11 +125,11 @@ def caden(
         adapted: State = balance(old, new, info.heard, round, penalties(old.mu_z, round.index)[0])
         return adapted
 
-    def ask(round: Round) -> Verdict:
+    def examine_run(round: Round) -> Verdict:
         near_exact = local.exact or int(round.work.min()) >= 2 * min(round.problem.dim, 10)
         return _verdict(round, mu_z, mu_y, dual, relax, near_exact, unsafe)
 
-    return Method(init, step, "caden", ask, adapt)
+    return Method(init, step, "caden", examine_run, adapt, _advice(mu_y, relax))
 
 
 @register({"mu_z": 0.4}, BROADCAST, {"mu_z": PENALTY, "relax": RELAX}, theory=True)
@@ -152,6 +152,12 @@ def caden_gd(mu_z: float | str = "auto", step_size: float | None = None, **optio
     return caden(mu_z, solver=solvers.gd(step_size), **options)._replace(name="caden_gd")
 
 
+def _advice(mu_y: float | None, relax: float) -> str:
+    """Return what to change if the method diverges."""
+    steps = ["raise `mu_z`", *(["lower `mu_y` to at most `mu_z`"] if mu_y is not None else [])]
+    return ", ".join([*steps, *(["lower `relax`"] if relax > 0.5 else [])])
+
+
 def _require_valid(mu_z: float | str, mu_y: float | None, dual: str, relax: float, growth: float) -> None:
     require_choice("dual", dual, ("exact", "paper"))
     for name, value in (("mu_z", mu_z), ("mu_y", mu_y), ("growth", growth)):
@@ -160,28 +166,28 @@ def _require_valid(mu_z: float | str, mu_y: float | None, dual: str, relax: floa
     if not 0 < require_number("relax", relax) < 1:
         raise CadenError(f"`relax` must lie in (0, 1), got {relax}.")
     if dual == "paper" and relax != 0.5:
-        raise CadenError('`relax` belongs to `dual="exact"`; the paper\'s rule has none (0.5).')
+        raise CadenError(f'`relax` must be 0.5 with `dual="paper"`, got {relax}; use `dual="exact"` for other values.')
 
 
 def _verdict(
     round: Round, mu_z: float | str, mu_y: float | None, dual: str, relax: float, near_exact: bool, unsafe: bool
 ) -> Verdict:
-    """What theory says of the parameters; of mu_z = "auto", which will move, nothing."""
+    """Check the parameters against theory. mu_z = "auto" is not checked, since it will change."""
     verdict = Verdict()
     if not isinstance(mu_z, str):
         step_y = mu_z if mu_y is None else mu_y
         verdict = examine(round.problem, round.graph, mu_z, step_y, relax, round.may_sleep, near_exact)
     if verdict.refusal is not None:
-        return Verdict() if unsafe else Verdict(f"{verdict.refusal} (`unsafe=true` runs it all the same.)")
+        return Verdict() if unsafe else Verdict(f"{verdict.refusal} (`unsafe=true` runs it anyway.)")
     if dual == "paper" and round.may_sleep:
         return Verdict(warning='`dual="paper"` with sleeping agents does not reach a stationary point.')
     return verdict
 
 
-def _agents(
+def _agent_update(
     state: State, x: Tensor, heard: Heard, round: Round, relax: float, mu_y: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Dual and anchors in agent variables: Algorithm 1, also over-relaxed."""
+    """Update the dual and the anchors in agent variables: Algorithm 1, also over-relaxed."""
     laplacian = heard.laplacian()
     phi = state.phi + relax * mu_y * laplacian
     gap = relax * laplacian
@@ -190,10 +196,10 @@ def _agents(
     return torch.where(round.active, phi, state.phi), gap
 
 
-def _edges(
+def _edge_update(
     s: Tensor, y: Tensor, heard: Heard, round: Round, relax: float, mu_y: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Dual and anchors on edges, moved by whichever end is awake."""
+    """Update the dual and the anchors on edges by the half step of whichever end is awake."""
     first, second = heard.ends()
     u = torch.where(round.edges.awake_first, first - s, 0)
     w = torch.where(round.edges.awake_second, second - s, 0)

@@ -1,4 +1,4 @@
-"""What the methods that hold d x d matrices share: knowing when they cannot."""
+"""Checks that methods share: whether d x d matrices fit, and whether everyone is awake."""
 
 from torch import Tensor
 
@@ -9,13 +9,13 @@ LIMIT = 1e9  # bytes
 
 
 def must_fit(name: str, matrices: int, x: Tensor) -> None:
-    """Refuse dimensions whose matrices do not fit."""
+    """Refuse dimensions whose matrices exceed LIMIT."""
     d = x.shape[1]
     size = matrices * d * d * x.element_size()
     if size > LIMIT:
         raise CadenError(
-            f"`{name}` holds {matrices} matrices of {d} x {d} numbers, which takes {size / 1e9:,.1f} GB; it is meant "
-            f"for small dimensions, up to {LIMIT / 1e9:.0f} GB."
+            f"`{name}` holds {matrices} matrices of {d} x {d} numbers, which must fit in {LIMIT / 1e9:.0f} GB, "
+            f"got {size / 1e9:,.1f} GB; use it for small dimensions."
         )
 
 

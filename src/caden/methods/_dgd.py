@@ -3,8 +3,10 @@ IEEE TAC 54(1), 2009.
 
     x <- W x - alpha grad f(x)
 
-One vector per directed edge and round. With a constant step it converges to a point near the minimiser, not to it:
-biased, also when everyone is awake. Sleeping agents: W is doubly stochastic on the awake subgraph.
+One communication per directed edge and round. Biased, even with everyone awake: with a constant step size it converges
+to a point near the minimiser, not to it.
+
+Sleeping agents: W is doubly stochastic on the awake subgraph.
 """
 
 from typing import NamedTuple
@@ -28,7 +30,7 @@ def dgd(alpha: float = 0.3) -> Method:
     """Decentralised gradient descent; biased: it converges near the minimiser, not to it.
 
     Args:
-        alpha: step size; the smaller, the less biased and the slower.
+        alpha: step size; smaller is less biased and slower.
 
     Reference: Nedic and Ozdaglar, IEEE TAC 54(1), 2009.
 

@@ -3,11 +3,13 @@ learning", IEEE RA-L 7(2), 2022.
 
     exchange x;  p <- p + rho sum_j (x_i - x_j)
     x <- a few Adam steps on  f_i(v) + v.p_i + rho sum_j |v - (x_i + x_j)/2|^2
-    rho grows by a factor each round
+    rho grows by a factor in each round
 
-The dual moves first, so it is CADEN with mu_z = mu_y = 2 rho one half round later. One vector per directed edge and
-round. Sleeping agents: the dual moves along edges whose ends are both awake, so that sum p = 0 in every round; the
-anchors use the last row that a sleeper sent. Exact on strongly convex problems in the tests; no theory is known to us.
+The dual moves first, so this is CADEN with mu_z = mu_y = 2 rho, half a round later. One communication per directed edge
+and round.
+
+Sleeping agents: the dual moves along edges with both ends awake, so sum p = 0 in every round; the anchors use the last
+row that a sleeping agent sent. Exact on strongly convex problems in the tests; we know of no theory.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +35,7 @@ def dinno(rho: float = 0.05, growth: float = 1.0003, solver: LocalSolver | str |
 
     Args:
         rho: penalty.
-        growth: factor on `rho` in every round.
+        growth: factor by which `rho` grows in every round.
         solver: local solver, as an object, a name or a table.
 
     Reference: Yu, Vincent and Schwager, IEEE RA-L 7(2), 2022.
@@ -48,15 +50,15 @@ def dinno(rho: float = 0.05, growth: float = 1.0003, solver: LocalSolver | str |
     local = solvers.from_spec(solver)
 
     def init(x: Tensor, round: Round) -> State:
-        round.broadcast(x)  # so that a sleeper's neighbours know something of it
+        round.broadcast(x)  # neighbours of a sleeping agent need a row of it
         return State(x, x * 0, local.init(round.problem, x, round.curvature))
 
     def step(state: State, round: Round) -> tuple[State, Info]:
-        now = rho * torch.tensor(growth, dtype=state.x.dtype, device=state.x.device) ** (round.index + 1)
+        rho_t = rho * torch.tensor(growth, dtype=state.x.dtype, device=state.x.device) ** (round.index + 1)
         heard = round.broadcast(state.x)
-        both_awake = state.x - heard.mix(torch.ones(len(round.edges.first), device=state.x.device))
-        phi = state.phi + now * both_awake
-        objective = Objective(round.problem, phi + now * heard.laplacian(), 2 * now * round.degree)
+        awake_laplacian = state.x - heard.mix(torch.ones(len(round.edges.first), device=state.x.device))
+        phi = state.phi + rho_t * awake_laplacian
+        objective = Objective(round.problem, phi + rho_t * heard.laplacian(), 2 * rho_t * round.degree)
         solved = local.solve(objective, state.x, round.work, state.memory)
         return State(solved.x, phi, solved.memory), solved.info
 

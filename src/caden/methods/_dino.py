@@ -1,17 +1,17 @@
 """DINO: Crane and Roosta, "DINO: Distributed Newton-type optimization method", ICML 2020.
 
-Every agent holds the same x; g is the mean gradient and H_i the local Hessian:
+All agents have the same x. With g the mean gradient and H_i the local Hessian,
 
     v = (H_i^2 + phi^2 I)^-1 H_i g
     p_i = -v                                            if v.g >= theta |g|^2, else
     p_i = -v - l w,  w = (H_i^2 + phi^2 I)^-1 g,  l = (theta |g|^2 - v.g) / (w.g)
     p = mean p_i;   x <- x + a p,  a = 1, 1/2, 1/4 ... until mean f falls by rho a |p.g|
 
-so that p descends on the sum of any smooth f_i. The inverses by conjugate gradients on Hessian-vector products. Where
-the change of f is within its rounding, it is read off the slopes at both ends, a p.(g + g')/2 (Hager and Zhang's
-approximate condition, SIAM J. Optim. 16(1), 2005): otherwise steps that climb by less than the rounding would be taken,
-and which ones would depend on the last bit. A server method: two vectors up and two down per agent and round, and two
-scalars each way per trial length and two more.
+p is a descent direction of the sum of any smooth f_i. The inverses use conjugate gradients on Hessian-vector products.
+Where the change of f is within its rounding error, it is computed from the slopes at both ends, a p.(g + g')/2 (Hager
+and Zhang's approximate condition, SIAM J. Optim. 16(1), 2005). Otherwise steps that increase f by less than the
+rounding error would be accepted, and which ones would depend on the last bit. A server method: two communications up
+and two down per agent and round, plus two scalars each way per trial step size and two more.
 
 Sleeping agents: refused; the mean gradient and the descent test need everyone.
 """
@@ -43,10 +43,10 @@ def dino(
     """DINO with its authors' constants; needs everyone awake.
 
     Args:
-        theta: least descent along each agent's direction, in |g|^2.
+        theta: least descent along each agent's direction, in units of |g|^2.
         phi: regularisation of the squared Hessians.
-        rho: least decrease of the line search, in the slope.
-        iterations, tolerance: of conjugate gradients.
+        rho: least decrease in the line search, in units of the slope.
+        iterations, tolerance: of the conjugate gradients.
 
     Reference: Crane and Roosta, ICML 2020.
 
@@ -75,25 +75,25 @@ def dino(
             return conjugate_gradients(lambda v: hessian(hessian(v)) + phi**2 * v, right, iterations, tolerance)
 
         v = solve(hessian(g))
-        lacking = theta * (g * g).sum(1) - (v * g).sum(1)  # (k,)
-        if bool((lacking > 0).any()):
+        shortfall = theta * (g * g).sum(1) - (v * g).sum(1)  # (k,)
+        if bool((shortfall > 0).any()):
             w = solve(g)
-            v = v + torch.where(lacking > 0, lacking / (w * g).sum(1), 0).unsqueeze(1) * w
+            v = v + torch.where(shortfall > 0, shortfall / (w * g).sum(1), 0).unsqueeze(1) * w
         p = round.average(-v)
 
-        def along(value: Tensor, gradient: Tensor) -> tuple[float, float]:
-            """Mean value, and its slope along p."""
-            height, slope = round.average(torch.stack([value, gradient @ p], dim=1)).tolist()
-            return height, slope
+        def mean_value_and_slope(value: Tensor, gradient: Tensor) -> tuple[float, float]:
+            """Return the mean value and its slope along p."""
+            mean_value, slope = round.average(torch.stack([value, gradient @ p], dim=1)).tolist()
+            return mean_value, slope
 
-        (before, slope), length = along(state.value, state.gradient), 1.0
+        (before, slope), length = mean_value_and_slope(state.value, state.gradient), 1.0
         rounding = 10 * torch.finfo(x.dtype).eps * abs(before)
         for _ in range(_HALVINGS):
             value, gradient = round.problem.value_and_grad(x + length * p)
-            after, slope_there = along(value, gradient)
+            after, slope_after = mean_value_and_slope(value, gradient)
             change = after - before
             if abs(change) <= rounding:
-                change = length * (slope + slope_there) / 2
+                change = length * (slope + slope_after) / 2
             if change <= length * rho * slope:
                 return State(x + length * p, value, gradient), Info(value, gradient)
             length /= 2

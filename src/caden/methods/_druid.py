@@ -8,8 +8,10 @@ CADEN with a single local step and no line search. With r_i = grad f_i(x_i) + ph
     broadcast x_i;  phi_i <- phi_i + mu_z/2 sum_j (x_i - x_j)
 
 J_i is 0 ("gd", which is DLM with c = mu_z/2 and rho = eps), the Hessian ("newton", by conjugate gradients on
-Hessian-vector products), or its L-BFGS estimate ("lbfgs"). One vector per directed edge, one gradient a round. Sleeping
-agents: CADEN's half-step rule; exact.
+Hessian-vector products), or its L-BFGS estimate ("lbfgs"). One communication per directed edge and one gradient per
+round.
+
+Sleeping agents: CADEN's half-step rule; exact.
 """
 
 from caden.core import LocalSolver, Method
@@ -20,7 +22,7 @@ from caden.solvers import gd, lbfgs, newton
 
 
 def _one_step(solver: LocalSolver) -> LocalSolver:
-    """The solver with at most one iteration a round."""
+    """Limit a solver to one local step per round."""
     return solver._replace(
         solve=lambda objective, x, work, memory: solver.solve(objective, x, work.clamp(max=1), memory)
     )
@@ -32,12 +34,12 @@ def _one_step(solver: LocalSolver) -> LocalSolver:
     {"mu_z": PENALTY, "direction": ["gd", "newton", "lbfgs"], "eps": [0.3, 1.0, 3.0]},
 )
 def druid(mu_z: float = 0.1, direction: str = "lbfgs", eps: float = 1.0) -> Method:
-    """DRUID: CADEN with a single curvature-aided step a round.
+    """DRUID: CADEN with a single curvature-aided step per round.
 
     Args:
         mu_z: penalty.
-        direction: of the local step: "gd", "newton" or "lbfgs".
-        eps: covers the curvature that the step's model of it misses.
+        direction: direction of the local step: "gd", "newton" or "lbfgs".
+        eps: covers the curvature that the step's model misses.
 
     Reference: Li, Voulgaris, Stipanovic and Freris, IEEE TAC 68(11), 2023.
 
@@ -55,11 +57,11 @@ def druid(mu_z: float = 0.1, direction: str = "lbfgs", eps: float = 1.0) -> Meth
 
 @register({"c": 0.2, "rho": 1.0}, BROADCAST, {"c": PENALTY, "rho": [0.5, 2.0, 10.0]})
 def dlm(c: float = 0.05, rho: float = 2.0) -> Method:
-    """DLM: linearised ADMM, one gradient a round.
+    """DLM: linearised ADMM with one gradient per round.
 
     Args:
         c: penalty.
-        rho: proximal weight; it covers the curvature of the f_i.
+        rho: proximal weight; covers the curvature of the f_i.
 
     Reference: Ling, Shi, Wu and Ribeiro, IEEE TSP 63(15), 2015.
 

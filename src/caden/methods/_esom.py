@@ -1,7 +1,9 @@
 """ESOM-K: Mokhtari, Shi, Ling and Ribeiro, "A decentralized second-order method with exact linear convergence rate for
 consensus optimization", IEEE TSIPN 2(4), 2016; Network Newton NN-K: Mokhtari, Ling and Ribeiro, "Network Newton
-distributed optimization methods", IEEE TSP 65(1), 2017. Both split a Hessian into a block diagonal D and the rest B of
-the graph, and expand the inverse in K exchanges:
+distributed optimization methods", IEEE TSP 65(1), 2017.
+
+Both split a Hessian into a block diagonal D and the rest, B, which couples neighbours, and expand the inverse in K
+exchanges:
 
     d^0 = -D^-1 g,   d^(k+1) = D^-1 (B d^k - g),   x <- x + step d^K
 
@@ -10,9 +12,11 @@ ESOM:  g = grad f(x) + q + a (x - W x),  D = hess f + (eps + 2 a (1 - w_ii)) I, 
 NN:    g = x - W x + a grad f(x),  D = a hess f + 2 (1 - w_ii) I,  B = I - 2 diag(W) + W: the gradient and Hessian of
        the penalty |x|^2_(I - W)/2 + a f(x), whose minimiser is near that of f, not at it: biased.
 
-D^-1 by conjugate gradients on Hessian-vector products. 1 + K vectors per directed edge and round (the x that ESOM sends
-for its dual is the one it needs next). Sleeping agents: W is doubly stochastic on the awake subgraph. In our check ESOM
-stays exact with half of the agents awake and diverges with a fifth; it was made for everyone awake.
+D^-1 uses conjugate gradients on Hessian-vector products. 1 + K communications per directed edge and round (the x that
+ESOM sends for its dual is the one it needs next).
+
+Sleeping agents: W is doubly stochastic on the awake subgraph. In our check ESOM stays exact with half of the agents
+awake and diverges with a fifth; it was designed for everyone awake.
 """
 
 from typing import NamedTuple
@@ -35,14 +39,14 @@ class State(NamedTuple):
 
 
 def _own_weight(round: Round, like: Tensor) -> Tensor:
-    """(k, 1) diagonal of W: what remains of a row's weight after its awake neighbours, known from the degrees."""
+    """Return the diagonal of W (k, 1): the weight that awake neighbours leave, known from the degrees."""
     return 1 - round.edges.sum(round.edges.mixing(like))
 
 
 def _direction(
     round: Round, x: Tensor, g: Tensor, curvature: float, diagonal: Tensor, coupling: float, order: int
 ) -> Tensor:
-    """The K-term expansion, for D = curvature hess f + diagonal and B = coupling (I - 2 diag(W) + W)."""
+    """Return the K-term expansion for D = curvature hess f + diagonal and B = coupling (I - 2 diag(W) + W)."""
     own = _own_weight(round, x)
     product = damped_hessian(round.problem, x, diagonal / curvature)
 
@@ -61,7 +65,7 @@ def esom(alpha: float = 1.0, order: int = 0, eps: float = 1.0) -> Method:
 
     Args:
         alpha: penalty.
-        order: terms K of the expansion, each an exchange.
+        order: terms K of the expansion; each needs an exchange.
         eps: proximal weight.
 
     Reference: Mokhtari, Shi, Ling and Ribeiro, IEEE TSIPN 2(4), 2016.
@@ -97,12 +101,12 @@ class NewtonState(NamedTuple):
 
 @register({"alpha": 0.1}, space={"alpha": {"low": 0.01, "high": 10.0}})
 def network_newton(alpha: float = 0.1, order: int = 1, step_size: float = 1.0) -> Method:
-    """Network Newton NN-K; biased: it minimises a penalty function.
+    """Network Newton NN-K; biased, since it minimises a penalty function.
 
     Args:
-        alpha: weight of f in the penalty function; the smaller, the less biased and the slower.
-        order: terms K of the expansion, each an exchange.
-        step_size: of the Newton direction.
+        alpha: weight of f in the penalty function; smaller is less biased and slower.
+        order: terms K of the expansion; each needs an exchange.
+        step_size: step size along the Newton direction.
 
     Reference: Mokhtari, Ling and Ribeiro, IEEE TSP 65(1), 2017.
 

@@ -9,12 +9,13 @@ With Wt = (I + W)/2 and an explicit dual q that starts at 0:
     q <- q + z - x
 
 prox_diffusion is the proximal method of Alghunaim, Yuan and Sayed, "A linearly convergent proximal gradient algorithm
-for decentralized optimization", NeurIPS 2019: the same with x <- prox(Wt z) and q <- q + z - Wt z, for the mean of the
-f_i plus a regulariser that all share, here l1 |x|_1; l1 = 0 is exact diffusion.
+for decentralized optimization", NeurIPS 2019. It has x <- prox(Wt z) and q <- q + z - Wt z, for the mean of the f_i
+plus a regulariser that all agents share, here l1 |x|_1. With l1 = 0 it is exact diffusion.
 
-Eliminating q gives x'' = Wt (2 x' - x - alpha (grad f(x') - grad f(x))). D2 and NIDS (with one common step) are the
-same but for the first round, which does not mix. One vector per directed edge and round. Sleeping agents: W is doubly
-stochastic on the awake subgraph, sum q = 0 in every round; exact.
+Eliminating q gives x'' = Wt (2 x' - x - alpha (grad f(x') - grad f(x))). D2 and NIDS (with one common step size) differ
+only in the first round, which does not mix. One communication per directed edge and round.
+
+Sleeping agents: W is doubly stochastic on the awake subgraph, sum q = 0 in every round; exact.
 """
 
 from typing import NamedTuple
@@ -55,7 +56,7 @@ def _method(alpha: float, name: str, mix_first: bool = True, l1: float = 0.0) ->
 
 @register({"alpha": 0.5}, BROADCAST, {"alpha": STEP})
 def exact_diffusion(alpha: float = 0.3) -> Method:
-    """Exact diffusion.
+    """Exact diffusion, with an explicit dual.
 
     Args:
         alpha: step size.
@@ -73,7 +74,7 @@ def exact_diffusion(alpha: float = 0.3) -> Method:
 
 @register({"alpha": 0.5, "l1": 0.0}, BROADCAST, {"alpha": STEP})
 def prox_diffusion(alpha: float = 0.3, l1: float = 1e-4) -> Method:
-    """Proximal exact diffusion: the mean of the f_i plus l1 |x|_1.
+    """Proximal exact diffusion, for the mean of the f_i plus l1 |x|_1.
 
     Args:
         alpha: step size.
@@ -112,7 +113,7 @@ def d2(alpha: float = 0.3) -> Method:
 
 @register({"alpha": 0.5}, BROADCAST, {"alpha": STEP})
 def nids(alpha: float = 0.3) -> Method:
-    """NIDS with one step for all agents; the same iterates as D2.
+    """NIDS with one step size for all agents; the same iterates as D2.
 
     Args:
         alpha: step size.

@@ -1,15 +1,17 @@
 """EXTRA: Shi, Ling, Wu and Yin, "EXTRA: an exact first-order algorithm for decentralized consensus optimization", SIAM
 J. Optim. 25(2), 2015.
 
-In primal-dual form with Wt = (I + W)/2, m = Wt x from the last exchange and q that starts at (I - Wt) x:
+In primal-dual form, with Wt = (I + W)/2, m = Wt x from the last exchange, and q that starts at (I - Wt) x:
 
     x <- m - alpha grad f(x) - q
     send x;  m <- Wt x
     q <- q + x - m
 
-Eliminating q gives the two-step recursion x'' = (I + W) x' - Wt x - alpha (grad f(x') - grad f(x)). One vector per
-directed edge and round. Sleeping agents: W is doubly stochastic on the awake subgraph, sum q = 0 in every round; exact.
-The two-step recursion itself would not be.
+Eliminating q gives the two-step recursion x'' = (I + W) x' - Wt x - alpha (grad f(x') - grad f(x)). One communication
+per directed edge and round.
+
+Sleeping agents: W is doubly stochastic on the awake subgraph, sum q = 0 in every round; exact. The two-step recursion
+itself would not be.
 """
 
 from typing import NamedTuple
@@ -24,7 +26,7 @@ from caden.methods._registry import BROADCAST, STEP, register
 
 class State(NamedTuple):
     x: Tensor  # (k, d)
-    mixed: Tensor  # (k, d)
+    mixed: Tensor  # (k, d) m above
     q: Tensor  # (k, d)
     value: Tensor  # (k,)
     gradient: Tensor  # (k, d)
@@ -32,7 +34,7 @@ class State(NamedTuple):
 
 @register({"alpha": 0.5}, BROADCAST, {"alpha": STEP})
 def extra(alpha: float = 0.3) -> Method:
-    """EXTRA.
+    """EXTRA: exact first-order consensus optimisation.
 
     Args:
         alpha: step size.

@@ -5,10 +5,10 @@ heterogeneity", ICDE 2022.
     a_i <- a_i + rho (w_i - theta)
     theta <- theta + 1/m sum over the awake of (change of w_i) + (change of a_i) / rho
 
-The server's step is that of exact ADMM, which keeps theta = mean(w_i + a_i/rho); the authors' step 1/|awake| does not.
-A server method: one vector up and one down per awake agent.
+The server's step is that of exact ADMM, which preserves theta = mean(w_i + a_i/rho). The authors' step 1/|awake| does
+not. A server method: one communication up and one down per awake agent.
 
-Sleeping agents: the server keeps their last part in its mean; exact.
+Sleeping agents: the server keeps their last contribution in its mean; exact.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from caden.methods._registry import PENALTY, register
 class State(NamedTuple):
     x: Tensor  # (k, d) the paper's w
     theta: Tensor  # (d,)
-    dual: Tensor  # (k, d)
+    dual: Tensor  # (k, d) a_i above
     memory: Any
 
 

@@ -4,9 +4,10 @@ decentralized data", AISTATS 2017.
     the server sends theta to the awake agents;  v = theta, `local_steps` gradient steps
     theta <- mean of the awake agents' v
 
-A server method: one vector up and one down per awake agent.
+A server method: one communication up and one down per awake agent.
 
-Sleeping agents: the mean is over those awake. Biased when agents differ and take several local steps, whoever is awake.
+Sleeping agents: the mean is over awake agents. Biased if agents differ and take several local steps, even with
+everyone awake.
 """
 
 from typing import NamedTuple
@@ -20,13 +21,13 @@ from caden.methods._registry import STEP, register
 
 
 class State(NamedTuple):
-    x: Tensor  # (k, d) what each agent last got from the server
+    x: Tensor  # (k, d) the last theta that each agent received
     theta: Tensor  # (d,)
 
 
 @register({"alpha": 0.2}, space={"alpha": STEP})
 def fedavg(alpha: float = 0.3) -> Method:
-    """FedAvg, through a server; biased when agents differ and take several local steps.
+    """FedAvg, through a server; biased if agents differ and take several local steps.
 
     Args:
         alpha: local step size.

@@ -1,4 +1,4 @@
-"""What the methods that take plain gradient steps share: evaluating awake agents only."""
+"""Gradient steps that methods share; only awake agents are evaluated."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from caden.core import Round
 
 
 def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """f_i and its gradient at x for the awake agents; sleepers, who have not moved, keep what they know."""
+    """Evaluate f_i and its gradient at x for awake agents; the others have not moved and keep the old ones."""
     if bool(round.active.all()):
         return round.problem.value_and_grad(x)
     rows = round.active.squeeze(1).nonzero().flatten()
@@ -20,32 +20,32 @@ def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[T
 
 
 def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
-    """`work[i]` steps v <- v - step (grad f_i(v) + correction_i) from x; agents with no work stay."""
-    way = AGENT_LOOPS["loop"] if rows_separately() else AGENT_LOOPS.get(round.problem.execution)
-    if way is not None:
-        return _one_by_one(way, round, x, step, correction)
+    """Take `work[i]` steps v <- v - step (grad f_i(v) + correction_i) from x; agents without work stay."""
+    agent_loop = AGENT_LOOPS["loop"] if rows_separately() else AGENT_LOOPS.get(round.problem.execution)
+    if agent_loop is not None:
+        return _one_by_one(agent_loop, round, x, step, correction)
     v = x
-    for iteration in range(int(round.work.max())):
-        rows = rows_where(round.work > iteration)
-        pull = round.problem.value_and_grad(take_rows(v, rows), rows)[1] + take_rows(correction, rows)
-        v = v.sub(pull, alpha=step) if rows is None else v.index_add(0, rows, pull, alpha=-step)
+    for done in range(int(round.work.max())):
+        rows = rows_where(round.work > done)
+        direction = round.problem.value_and_grad(take_rows(v, rows), rows)[1] + take_rows(correction, rows)
+        v = v.sub(direction, alpha=step) if rows is None else v.index_add(0, rows, direction, alpha=-step)
     return v
 
 
-def _one_by_one(way: Callable[..., None], round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
-    """All steps of an agent before the next one's: its data stay in the cache."""
+def _one_by_one(agent_loop: Callable[..., None], round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
+    """Take all steps of an agent before those of the next one: its data stay in the cache."""
     new, work = x.clone(), round.work.tolist()
 
-    def one(i: int) -> None:
+    def descend(i: int) -> None:
         v, row = x[i : i + 1], torch.tensor([i], device=x.device)
         for _ in range(work[i]):
             v = v - step * (round.problem.value_and_grad(v, row)[1] + correction[i])
         new[i] = v[0]
 
-    way(one, [i for i, steps in enumerate(work) if steps > 0])
+    agent_loop(descend, [i for i, steps in enumerate(work) if steps > 0])
     return new
 
 
 def awake(round: Round, new: Tensor, old: Tensor) -> Tensor:
-    """`new` at awake agents, `old` at sleepers."""
+    """Return `new` for awake agents and `old` for sleeping ones."""
     return torch.where(round.active, new, old)

@@ -1,4 +1,4 @@
-"""Chebyshev polynomials of the graph: averages and Laplacian systems by repeated exchanges with neighbours."""
+"""Chebyshev polynomials of the graph: averaging and Laplacian systems by repeated exchanges with neighbours."""
 
 import numpy as np
 from torch import Tensor
@@ -8,12 +8,12 @@ from caden.errors import CadenError
 
 
 def chebyshev_mix(round: Round, x: Tensor, degree: int) -> Tensor:
-    """p(W) x with the Chebyshev polynomial of the given degree scaled to p(1) = 1; one broadcast per degree."""
+    """Return p(W) x, p being the Chebyshev polynomial of this degree with p(1) = 1; `degree` broadcasts."""
     new = round.broadcast(x).mix()
     if degree == 1:
         return new
-    rho = _second(round)
-    old, ratio = x, rho  # of T_(k-1)(1/rho) to T_k(1/rho), which themselves would overflow
+    rho = _second_modulus(round)
+    old, ratio = x, rho  # T_(k-1)(1/rho) / T_k(1/rho); T_k itself would overflow
     for _ in range(degree - 1):
         next_ratio = 1 / (2 / rho - ratio)
         old, new = new, next_ratio * (2 / rho * round.broadcast(new).mix() - ratio * old)
@@ -22,7 +22,7 @@ def chebyshev_mix(round: Round, x: Tensor, degree: int) -> Tensor:
 
 
 def chebyshev_solve(round: Round, right: Tensor, iterations: int) -> Tensor:
-    """Approximate solution of Lap v = right, whose rows sum to zero; one broadcast per iteration."""
+    """Solve Lap v = right approximately, the rows of `right` summing to zero; one broadcast per iteration."""
     low, high = round.graph.spectrum
     centre, radius = (high + low) / 2, max((high - low) / 2, 1e-3 * high)
     v, r, d = right * 0, right, right / centre
@@ -34,9 +34,12 @@ def chebyshev_solve(round: Round, right: Tensor, iterations: int) -> Tensor:
     return v
 
 
-def _second(round: Round) -> float:
-    """Second largest modulus of an eigenvalue of the Metropolis matrix of the whole graph."""
+def _second_modulus(round: Round) -> float:
+    """Return the second largest eigenvalue modulus of the Metropolis matrix of the whole graph."""
     if round.graph.agents > 5000:
-        raise CadenError(f"Chebyshev mixing needs the spectrum of W; {round.graph.agents} agents are too many.")
-    values = np.abs(np.linalg.eigvalsh(round.graph.metropolis()))
-    return max(float(np.sort(values)[-2]), 1e-3)
+        raise CadenError(
+            f"Chebyshev mixing needs the spectrum of W and takes at most 5000 agents, got {round.graph.agents}; "
+            "use a method or `variant` without it."
+        )
+    moduli = np.abs(np.linalg.eigvalsh(round.graph.metropolis()))
+    return max(float(np.sort(moduli)[-2]), 1e-3)

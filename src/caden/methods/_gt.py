@@ -9,8 +9,9 @@ With W a mixing matrix, G the stacked gradients and D their change; the tracker 
     semi_b    x <- W (x - alpha g)    g <- W g + D
     non_atc   x <- W x - alpha g      g <- W g + D       (DIGing)
 
-Two vectors per directed edge and round. Sleeping agents: W is doubly stochastic on the awake subgraph, so that
-sum g = sum grad f holds in every round and the method stays exact.
+Two communications per directed edge and round.
+
+Sleeping agents: W is doubly stochastic on the awake subgraph, so sum g = sum grad f holds in every round; exact.
 """
 
 from typing import NamedTuple
@@ -25,18 +26,18 @@ from caden.methods._registry import BROADCAST, STEP, register
 
 class State(NamedTuple):
     x: Tensor  # (k, d)
-    tracker: Tensor  # (k, d)
+    tracker: Tensor  # (k, d) g above
     value: Tensor  # (k,)
     gradient: Tensor  # (k, d)
 
 
 @register({"alpha": 0.3}, BROADCAST, {"alpha": STEP, "form": ["atc", "semi_b", "non_atc"]})
 def gt(alpha: float = 0.3, form: str = "atc") -> Method:
-    """Gradient tracking.
+    """Gradient tracking, in ATC, non-ATC and mixed forms.
 
     Args:
         alpha: step size.
-        form: what is mixed after the step: "atc", "semi_a", "semi_b" or "non_atc".
+        form: what is mixed, and when: "atc", "semi_a", "semi_b" or "non_atc".
 
     Reference: Alghunaim and Yuan, IEEE TSP 70, 2022.
 

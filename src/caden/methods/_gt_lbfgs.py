@@ -1,14 +1,15 @@
 """Gradient tracking with local damped L-BFGS: after Zhang, Liu, So and Ling, "Variance-reduced stochastic quasi-Newton
 methods for decentralized learning", Parts I and II, IEEE TSP 71, 2023 (their deterministic case).
 
-    x <- W (x - alpha H_i g)      g <- W (g + D)        D the change of the local gradients, g starting at them
+    x <- W (x - alpha H_i g)      g <- W (g + D)        D the change of the local gradients; g starts at them
 
-H_i is the limited-memory BFGS matrix of agent i from its own pairs s (change of x_i) and y = D_i + eps s. Powell's
-damping against eps I keeps s.y >= eps/4 |s|^2, so the eigenvalues of H_i are bounded; written out, it stores theta D_i
-with theta = 3/4 eps |s|^2 / (eps |s|^2 - s.y) wherever that is below 1. While there is no pair, H_i = I / (eps + L_i).
+H_i is agent i's limited-memory BFGS matrix from its own pairs s (change of x_i) and y = D_i + eps s. Powell's damping
+against eps I keeps s.y >= eps/4 |s|^2, so the eigenvalues of H_i are bounded. Written out, it stores theta D_i with
+theta = 3/4 eps |s|^2 / (eps |s|^2 - s.y) wherever that is below 1. Before the first pair, H_i = I / (eps + L_i).
 
-Two vectors per directed edge and round, one gradient. Sleeping agents: W is doubly stochastic on the awake subgraph, as
-in gradient tracking; exact.
+Two communications per directed edge and one gradient per round.
+
+Sleeping agents: W is doubly stochastic on the awake subgraph, as in gradient tracking; exact.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from caden.solvers._lbfgs import Pairs, direction, no_pairs
 
 class State(NamedTuple):
     x: Tensor  # (k, d)
-    tracker: Tensor  # (k, d)
+    tracker: Tensor  # (k, d) g above
     value: Tensor  # (k,)
     gradient: Tensor  # (k, d)
     curvature: Tensor  # (k,)
@@ -43,7 +44,7 @@ def gt_lbfgs(alpha: float = 0.3, eps: float = 1.0, memory: int = 10) -> Method:
     Args:
         alpha: step size.
         eps: regularisation of the local Hessian estimates.
-        memory: pairs kept per agent.
+        memory: number of pairs per agent.
 
     Reference: after Zhang, Liu, So and Ling, IEEE TSP 71, 2023.
 
@@ -71,11 +72,11 @@ def gt_lbfgs(alpha: float = 0.3, eps: float = 1.0, memory: int = 10) -> Method:
         change = gradient - state.gradient
         tracker = awake(round, round.broadcast(state.tracker + change).mix(), state.tracker)
 
-        s, y = (x - state.x)[rows], change[rows]
-        square, bent = eps * row_dots(s, s), row_dots(s, y)
-        moved = square > 0
-        damped = torch.where(bent + square < square / 4, 0.75 * square / -bent, 1.0)
-        pairs.write(rows[moved], s[moved], (damped.unsqueeze(1) * y)[moved])
+        s, D = (x - state.x)[rows], change[rows]
+        eps_ss, sD = eps * row_dots(s, s), row_dots(s, D)
+        moved = eps_ss > 0
+        theta = torch.where(sD + eps_ss < eps_ss / 4, 0.75 * eps_ss / -sD, 1.0)
+        pairs.write(rows[moved], s[moved], (theta.unsqueeze(1) * D)[moved])
         return State(x, tracker, value, gradient, state.curvature, *pairs), Info(value, gradient)
 
     return Method(init, step, "gt_lbfgs")

@@ -3,9 +3,10 @@
     v = x;  K times  v <- v - alpha (grad f(v) + c)
     z = (x - v) / (K alpha);  c <- c - z + W z;  x <- W (x - gamma K alpha z)
 
-Two vectors per directed edge and round. K is the agent's number of local steps. Sleeping agents: W is doubly stochastic
-on the awake subgraph, sum c = 0 in every round; exact. Unequal numbers of local steps make it biased: give everyone the
-same.
+K is the agent's number of local steps. Two communications per directed edge and round.
+
+Sleeping agents: W is doubly stochastic on the awake subgraph, sum c = 0 in every round; exact. Unequal numbers of local
+steps make it biased: use the same number for all agents.
 """
 
 from typing import NamedTuple
@@ -25,11 +26,11 @@ class State(NamedTuple):
 
 @register({"alpha": 0.1}, BROADCAST, {"alpha": STEP, "gamma": [0.5, 0.75, 1.0]})
 def kgt(alpha: float = 0.1, gamma: float = 1.0) -> Method:
-    """K-GT: gradient tracking with local steps; give all agents equally many.
+    """K-GT: gradient tracking with local steps, equally many for all agents.
 
     Args:
         alpha: local step size.
-        gamma: how much of the local progress is taken over.
+        gamma: fraction of the local progress that is applied.
 
     Reference: Liu, Lin, Koloskova and Stich, Optim. Methods Softw., 2024.
 

@@ -5,8 +5,9 @@
     send v;  x <- Wt v,  Wt = (I + W)/2
     y <- y + v - x
 
-One vector per directed edge and round; one local step with beta = 1 is exact diffusion. Sleeping agents: W is doubly
-stochastic on the awake subgraph, sum y = 0 in every round; exact.
+One communication per directed edge and round. One local step with beta = 1 is exact diffusion.
+
+Sleeping agents: W is doubly stochastic on the awake subgraph, sum y = 0 in every round; exact.
 """
 
 from typing import NamedTuple

@@ -3,11 +3,11 @@ learning", 2024 (local training in relaxed ADMM).
 
     v = x_i;  `local_steps` times  v <- v - gamma grad f_i(v) - beta (rho d_i x_i - sum_j z_ij)
     x_i <- v;  send z_ij - 2 rho x_i to j
-    z_ij <- (1 - alpha) z_ij - alpha (what came from j)     where something came
+    z_ij <- (1 - alpha) z_ij - alpha (the message from j)     if one arrives
 
-One vector per directed edge and round, a different one for each neighbour.
+One communication per directed edge and round, a different one for each neighbour.
 
-Sleeping agents: arcs from which nothing came stay as they are, also when messages are lost; exact.
+Sleeping agents: arcs without a message stay as they are, also when messages are lost; exact.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def lt_admm(gamma: float = 0.1, beta: float = 0.05, rho: float = 0.3, alpha: flo
 
     Args:
         gamma: local step size.
-        beta: step of the dual part; beta rho d_max local_steps must stay small.
+        beta: step size of the dual part; beta rho d_max local_steps must be small.
         rho: penalty.
         alpha: relaxation, in (0, 1).
 

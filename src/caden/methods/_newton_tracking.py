@@ -4,9 +4,11 @@ consensus optimization", IEEE TSIPN 7, 2021.
     u = (hess f(x) + eps I)^-1 r;   x' = x - u;   send x'
     r <- r + grad f(x') - grad f(x) + 2 a (x' - W x') - a (x - W x)
 
-r starts at grad f(x) + a (x - W x). The inverse by conjugate gradients on Hessian-vector products. One vector per
-directed edge, one gradient a round. Sleeping agents: refused; the terms of r that cancel in the sum over all agents
-would no longer do so, and the limit would be wrong.
+r starts at grad f(x) + a (x - W x). The inverse uses conjugate gradients on Hessian-vector products. One communication
+per directed edge and one gradient per round.
+
+Sleeping agents: refused; the terms of r that cancel in the sum over all agents would no longer cancel, and the limit
+would be wrong.
 """
 
 from typing import NamedTuple
@@ -22,7 +24,7 @@ from caden.solvers._newton import conjugate_gradients, damped_hessian
 
 class State(NamedTuple):
     x: Tensor  # (k, d)
-    r: Tensor  # (k, d) what the direction is solved from
+    r: Tensor  # (k, d) right-hand side of the direction
     apart: Tensor  # (k, d) x - W x
     value: Tensor  # (k,)
     gradient: Tensor  # (k, d)

@@ -5,8 +5,9 @@ lead to communication acceleration! Finally!", ICML 2022, in its decentralised f
     with probability p (one coin for all):  send z;  x <- z - (z - W z) / (2 chi);  y <- y + p (z - x)
     else:                                   x <- z
 
-One vector per directed edge with probability p, else none; one gradient a round. Sleeping agents: W is doubly
-stochastic on the awake subgraph, sum y = 0 in every round; exact.
+One communication per directed edge with probability p, else none; one gradient per round.
+
+Sleeping agents: W is doubly stochastic on the awake subgraph, sum y = 0 in every round; exact.
 """
 
 from typing import NamedTuple
@@ -28,12 +29,12 @@ class State(NamedTuple):
 
 @register({"alpha": 0.5, "p": 0.5}, BROADCAST, {"alpha": STEP, "p": [0.2, 0.5, 1.0]})
 def proxskip(alpha: float = 0.3, p: float = 0.5, chi: float = 1.0) -> Method:
-    """Decentralised ProxSkip: gradient steps, and an exchange now and then.
+    """Decentralised ProxSkip: gradient steps with an exchange in random rounds.
 
     Args:
         alpha: step size.
         p: probability of an exchange in a round.
-        chi: at least 1; damps the mixing.
+        chi: damping of the mixing, at least 1.
 
     Reference: Mishchenko, Malinovsky, Stich and Richtarik, ICML 2022.
 

@@ -1,17 +1,17 @@
 """Relaxed ADMM with a variable per arc: Bastianello, Carli, Schenato and Todescato, "Asynchronous distributed
 optimization over lossy networks via relaxed ADMM", IEEE TAC 66(6), 2021.
 
-z_ij lives at agent i. An awake agent
+Agent i holds z_ij. Each awake agent i:
 
     x_i  = argmin f_i(v) + rho d_i/2 |v|^2 - (sum_j z_ij).v
     sends q_ij = 2 rho x_i - z_ij to neighbour j
     z_ji <- (1 - alpha) z_ji + alpha q_ij     at j, if the message arrives
 
-One vector per directed edge and round, a different one for each neighbour. alpha = 1/2 is plain
-ADMM and, started at z = rho (x_i + x_j)/2, CADEN with mu_y = mu_z.
+One communication per directed edge and round, a different one for each neighbour. alpha = 1/2 is plain ADMM and,
+started at z = rho (x_i + x_j)/2, CADEN with mu_y = mu_z.
 
-Sleeping agents: arcs from which nothing came stay as they are; exact for convex f under random activation and random
-loss of messages.
+Sleeping agents: arcs without a message stay as they are; exact for convex f under random activation and random loss of
+messages.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The register of methods: what each one's own file says of it beside the algorithm."""
+"""The registry of methods, and the facts about each method that its file states next to the algorithm."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -7,10 +7,10 @@ from caden.core import Method
 from caden.errors import require_choice
 
 CONDITIONS = ("sleep", "links", "loss", "delay", "compression")
-BROADCAST = "sleep links compression"  # what methods survive whose awake neighbours hear the same
+BROADCAST = "sleep links compression"  # survived by methods whose awake neighbours all receive the same row
 
-# Pieces of search spaces. A range is searched on a logarithmic scale, in units of the curvature L that the warm-up
-# finds; a list is of choices. Every method has one range of three decades and up to three choices beside it.
+# Parts of search spaces. A range is searched on a logarithmic scale, in units of the curvature L found by the warm-up;
+# a list holds choices. Every method has one range of three decades and up to three choices in addition.
 PENALTY = {"low": 1e-3, "high": 1.0, "unit": "L"}
 STEP = {"low": 0.03, "high": 30.0, "unit": "1/L"}
 RELAX = [0.5, 0.7, 0.9]
@@ -19,10 +19,10 @@ RELAX = [0.5, 0.7, 0.9]
 class Card(NamedTuple):
     """Facts about a method."""
 
-    unit_parameters: dict[str, Any]  # parameters that suit a problem of curvature 1, such as that of `--check`
-    survives: frozenset[str]  # of CONDITIONS: under these it still reaches the minimiser, if it does at all
+    unit_parameters: dict[str, Any]  # parameters for a problem of curvature 1, such as that of `--check`
+    survives: frozenset[str]  # CONDITIONS under which it still reaches the minimiser, if it does at all
     space: dict[str, Any]  # what `caden tune` searches
-    theory: bool  # its mu_z, mu_y and relax are what `caden.theory` speaks of
+    theory: bool  # whether `caden.theory` covers its mu_z, mu_y and relax
 
 
 Factory = TypeVar("Factory", bound=Callable[..., Method])
@@ -33,12 +33,19 @@ CARDS: dict[str, Card] = {}
 def register(
     unit_parameters: dict[str, Any], survives: str = "", space: dict[str, Any] | None = None, theory: bool = False
 ) -> Callable[[Factory], Factory]:
-    """Put a factory into the register under its own name."""
+    """Register a factory under its own name."""
 
     def decorate(factory: Factory) -> Factory:
-        named = frozenset(require_choice("condition", word, CONDITIONS) for word in survives.split())
+        conditions = frozenset(require_choice("condition", word, CONDITIONS) for word in survives.split())
         METHODS[factory.__name__] = factory
-        CARDS[factory.__name__] = Card(unit_parameters, named, space or {}, theory)
+        CARDS[factory.__name__] = Card(unit_parameters, conditions, space or {}, theory)
         return factory
 
     return decorate
+
+
+def advice_for(name: str) -> str:
+    """Return what to change if a method diverges: the direction in which its search space is safe."""
+    ranges = {k: v for k, v in CARDS[name].space.items() if isinstance(v, dict)} if name in CARDS else {}
+    steps = [f"{'raise' if entry.get('unit') == 'L' else 'lower'} `{key}`" for key, entry in ranges.items()]
+    return " or ".join(steps) or "shorten its step size, or raise its penalty"

@@ -5,7 +5,7 @@ learning", ICML 2020 (option II).
     c_i' = c_i - c + (theta - v) / (K alpha)
     theta <- theta + gamma mean(v - theta);  c <- c + |awake|/m mean(c_i' - c_i)
 
-A server method: two vectors up and two down per awake agent.
+A server method: two communications up and two down per awake agent.
 
 Sleeping agents: the server keeps their last control in its mean; exact.
 """
@@ -23,8 +23,8 @@ from caden.methods._registry import STEP, register
 class State(NamedTuple):
     x: Tensor  # (k, d)
     theta: Tensor  # (d,)
-    control: Tensor  # (k, d)
-    server_control: Tensor  # (d,)
+    control: Tensor  # (k, d) c_i above
+    server_control: Tensor  # (d,) c above
 
 
 @register({"alpha": 0.3}, "sleep", {"alpha": STEP, "gamma": [0.5, 0.75, 1.0]})
@@ -52,8 +52,8 @@ def scaffold(alpha: float = 0.3, gamma: float = 1.0) -> Method:
     def step(state: State, round: Round) -> tuple[State, Info]:
         x, c = awake(round, state.theta, state.x), state.server_control
         v = local_descent(round, x, alpha, c - state.control)
-        work = round.work.clamp(min=1).unsqueeze(1).to(v)
-        control = awake(round, state.control - c + (x - v) / (work * alpha), state.control)
+        K = round.work.clamp(min=1).unsqueeze(1).to(v)
+        control = awake(round, state.control - c + (x - v) / (K * alpha), state.control)
         theta = state.theta + gamma * round.average(v - x)
         c = c + round.awake / round.graph.agents * round.average(control - state.control)
         return State(awake(round, theta, x), theta, control, c), Info()

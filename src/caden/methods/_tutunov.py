@@ -1,17 +1,17 @@
 """Dual Newton: Tutunov, Bou-Ammar and Jadbabaie, "Distributed Newton method for large-scale consensus optimization",
 IEEE TAC 64(10), 2019.
 
-Consensus as Lap x = 0 with multipliers l: the dual function is smooth, and its Newton direction comes from a Laplacian
-system. With H_i the Hessian of f_i at x_i,
+Consensus is written as Lap x = 0 with multipliers l. The dual function is smooth, and its Newton direction comes from a
+Laplacian system. With H_i the Hessian of f_i at x_i,
 
     x_i  = argmin f_i(v) + (Lap l)_i.v
     c    = (sum H_i)^-1 sum H_i x_i
     solve  Lap p = v,  v_i = H_i (x_i - c)       (the v_i sum to zero)
     l   <- l + step p
 
-The two sums and the Laplacian system by Chebyshev exchanges with neighbours. (Since only Lap l enters, adding v to
-Lap l would do the same without solving anything: the system is kept because the paper's messages are.) With `exchanges`
-K: K (d^2 + 2 d) + d numbers per directed edge and round, and a d x d matrix per agent. For small d and strongly convex
+The two sums and the Laplacian system use Chebyshev exchanges with neighbours. (Only Lap l enters, so adding v to Lap l
+would do the same without a solve. The system is kept so that the communication is the paper's.) With `exchanges` K:
+K (d^2 + 2 d) + d numbers per directed edge and round, and a d x d matrix per agent. For small d and strongly convex
 f_i.
 
 Sleeping agents: refused; the Newton direction is that of all agents together.
@@ -34,7 +34,7 @@ from caden.methods._registry import register
 
 class State(NamedTuple):
     x: Tensor  # (k, d)
-    multiplier: Tensor  # (k, d)
+    multiplier: Tensor  # (k, d) l above
     phi: Tensor  # (k, d) Lap times the multipliers
     memory: Any
 
@@ -43,11 +43,11 @@ class State(NamedTuple):
 def tutunov(
     step_size: float = 1.0, exchanges: int = 40, solver: LocalSolver | str | dict[str, Any] = "newton"
 ) -> Method:
-    """Dual Newton; for small d, strongly convex f_i, everyone awake.
+    """Dual Newton, for small d and strongly convex f_i; needs everyone awake.
 
     Args:
-        step_size: of the Newton direction.
-        exchanges: per Laplacian system.
+        step_size: step size along the Newton direction.
+        exchanges: number of exchanges per Laplacian system.
         solver: local solver, as an object, a name or a table.
 
     Reference: Tutunov, Bou-Ammar and Jadbabaie, IEEE TAC 64(10), 2019.
@@ -74,8 +74,8 @@ def tutunov(
         H = hessians(round.problem, x)
         weighted = batched_mv(H, x)
         means = chebyshev_mix(round, torch.cat([H.reshape(k, d * d), weighted], dim=1), exchanges)
-        centre = solve_rows(means[:, : d * d].reshape(k, d, d), means[:, d * d :])
-        v = batched_mv(H, x - centre)
+        c = solve_rows(means[:, : d * d].reshape(k, d, d), means[:, d * d :])
+        v = batched_mv(H, x - c)
         multiplier = state.multiplier + step_size * chebyshev_solve(round, v, exchanges)
         return State(x, multiplier, round.broadcast(multiplier).laplacian(), memory), info
 

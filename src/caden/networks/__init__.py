@@ -1,4 +1,4 @@
-"""How rows meet: one network over several transports, and what may happen to messages on the way."""
+"""How agents communicate: one network over several transports, and models of unreliable messages."""
 
 from caden.networks.layout import Layout as Layout
 from caden.networks.messages import Messages as Messages

@@ -1,20 +1,15 @@
-"""Agents spread over the processes of a cluster: torch.distributed under `torchrun` (or any launcher that sets the same
-variables). A rank hosts a block of agents. Edges inside it are memory; between two ranks one message per exchange
-carries each row that the other needs once, however many edges cross.
+"""Agents spread over the processes of a cluster, with torch.distributed under `torchrun` or any launcher that sets the
+same variables. A rank hosts a block of agents. Edges inside a block stay in memory. Between two ranks, one message per
+exchange carries each row that the other rank needs once, however many edges cross.
 
-Every rank draws the same random numbers, so all know who is awake and what will be sent. gloo on CPU, nccl on CUDA.
+Every rank draws the same random numbers, so all know who is awake and what is sent. Uses gloo on CPU, nccl on CUDA.
 """
 
 from __future__ import annotations
 
 import atexit
-import os
-import socket
-import subprocess
-import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,88 +19,40 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from caden.errors import CadenError
 from caden.graphs import Graph
+from caden.launcher import launched
 from caden.networks.layout import Layout
 from caden.networks.transport import Transport
 
-TIMEOUT = 60.0  # seconds that a rank waits for another before it gives up
-
-
-class Job(NamedTuple):
-    """What a launcher's environment says of the job that this process is part of."""
-
-    rank: int
-    world: int
-    name: str  # that all processes of the job know
-    restarted: bool  # the launcher has started the job anew
-
-
-def launched() -> Job | None:
-    """The job that a launcher started this process in; None if it stands alone. Only the command line asks."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world < 2:
-        return None
-    name = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("CADEN_JOB") or os.environ["MASTER_PORT"]
-    return Job(int(os.environ.get("RANK", "0")), world, name, _attempt() > 0)
-
-
-def _attempt() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+TIMEOUT = 60.0  # seconds a rank waits for another before it gives up
 
 
 def join(timeout: float = TIMEOUT) -> Ranks:
-    """Enter the process group of the job that the environment describes.
+    """Join the process group of the job that this process was launched in.
 
-    A restarted job gets a part of the store of its own: the addresses of the dead are still in the old one.
+    A restarted job gets its own part of the store: the old part still holds the addresses of the processes that died.
     """
     job = launched()
     if job is None:
-        raise CadenError("This process is not part of a job: start it with torchrun, or `caden run --processes N`.")
+        raise CadenError("This process is not part of a job: start it with `torchrun` or `caden run --processes N`.")
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
         wait = timedelta(seconds=timeout)
-        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-        master = job.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = TCPStore(host, port, job.world, master, timeout=wait)
-        shared = PrefixStore(f"caden/{_attempt()}", store)
-        dist.init_process_group(backend, store=shared, rank=job.rank, world_size=job.world, timeout=wait)
+        store = TCPStore(job.host, job.port, job.world, job.rank == 0 and not job.store_exists, timeout=wait)
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=PrefixStore(f"caden/{job.attempt}", store),
+            rank=job.rank,
+            world_size=job.world,
+            timeout=wait,
+        )
         atexit.register(dist.destroy_process_group)
     return Ranks(job.rank, job.world)
 
 
-def start(command: list[str], processes: int) -> int:
-    """Run a command as the ranks of a job on this machine; the exit code of the first that fails, else 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    threads = str(max(1, (os.cpu_count() or 1) // processes))
-    common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-    common["CADEN_JOB"] = f"{os.getpid()}"
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(processes)
-    ]
-    try:
-        code = 0
-        while code == 0 and any(rank.poll() is None for rank in ranks):
-            time.sleep(0.05)
-            code = next((rank.returncode for rank in ranks if rank.returncode), 0)
-        if code:
-            time.sleep(1)  # for the others to say what they have to say
-        return code or next((rank.wait() for rank in ranks if rank.wait()), 0)
-    except KeyboardInterrupt:  # the ranks got it too, and end after their round
-        return next((rank.wait() for rank in ranks if rank.wait()), 0)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-
-
 def blocks(graph: Graph, parts: int) -> list[list[int]]:
-    """Agents in `parts` blocks of nearly equal size that few edges cross.
+    """Divide the agents into `parts` blocks of nearly equal size with few edges between them.
 
-    Spectral bisection, again and again (Pothen, Simon and Liou, SIAM J. Matrix Anal. Appl. 11(3), 1990); then pairs of
-    agents change places while that saves edges (Kernighan and Lin, Bell Syst. Tech. J. 49, 1970).
+    Recursive spectral bisection (Pothen, Simon and Liou, SIAM J. Matrix Anal. Appl. 11(3), 1990), then swaps of pairs
+    of agents as long as they save edges (Kernighan and Lin, Bell Syst. Tech. J. 49, 1970).
     """
     if not 1 <= parts <= graph.agents:
         raise CadenError(f"{graph.agents} agents cannot be spread over {parts} processes.")
@@ -120,7 +67,7 @@ def blocks(graph: Graph, parts: int) -> list[list[int]]:
 
 
 def _bisect(adjacent: np.ndarray, members: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Cut the members in two along the Fiedler vector of their subgraph, and each half again."""
+    """Split the members along the Fiedler vector of their subgraph, then split each half recursively."""
     if parts == 1:
         return [members]
     inside = adjacent[np.ix_(members, members)]
@@ -131,11 +78,11 @@ def _bisect(adjacent: np.ndarray, members: np.ndarray, parts: int) -> list[np.nd
 
 
 def _refine(adjacent: np.ndarray, home: np.ndarray, parts: int) -> None:
-    """Swap the pair of agents that saves most edges, as long as one does."""
+    """Swap the pair of agents that saves the most edges, as long as a swap saves any."""
     agents = np.arange(len(home))
     for _ in range(len(home)):
         links = adjacent @ np.eye(parts)[home]  # (m, parts) edges of each agent into each block
-        gain = links - links[agents, home][:, None]  # of moving an agent
+        gain = links - links[agents, home][:, None]  # edges saved by moving one agent
         swap = gain[:, home] + gain[:, home].T - 2 * adjacent
         swap[home[:, None] == home[None, :]] = 0
         i, j = np.unravel_index(int(swap.argmax()), swap.shape)
@@ -145,7 +92,7 @@ def _refine(adjacent: np.ndarray, home: np.ndarray, parts: int) -> None:
 
 
 class Ranks(Transport):
-    """The transport between the processes of a job."""
+    """The transport between the ranks of a job."""
 
     def __init__(self, rank: int, world: int):
         self.rank, self.world = rank, world
@@ -162,21 +109,21 @@ class Ranks(Transport):
         for part, members in enumerate(self._plan):
             home[members] = part
         self._row_of = {int(agent): row for row, agent in enumerate(layout.rows.tolist())}
-        self._speaker = layout.owners.cpu()  # the agent that owns each arc
-        self._peer = layout.reverse(self._speaker)
-        ours, theirs = home[self._speaker], home[self._peer]
-        cut = ((ours == self.rank) & (theirs != self.rank)).nonzero().flatten()
-        order = torch.argsort(layout.arcs.cpu()[cut] % layout.ends.shape[1], stable=True)  # as both sides see them
+        self._owner = layout.owners.cpu()  # the agent that owns each arc
+        self._peer = layout.reverse(self._owner)
+        owner_rank, peer_rank = home[self._owner], home[self._peer]
+        cut = ((owner_rank == self.rank) & (peer_rank != self.rank)).nonzero().flatten()
+        order = torch.argsort(layout.arcs.cpu()[cut] % layout.ends.shape[1], stable=True)  # the same on both ranks
         cut = cut[order]
-        others = sorted(set(theirs[cut].tolist()))
-        self._cut = {other: cut[theirs[cut] == other] for other in others}  # with a rank: the arcs of ours into it
-        self._out = {other: torch.unique(self._speaker[arcs]) for other, arcs in self._cut.items()}  # whom it must know
-        self._in = {other: torch.unique(self._peer[arcs]) for other, arcs in self._cut.items()}  # whom we must know
+        others = sorted(set(peer_rank[cut].tolist()))
+        self._arcs_to = {other: cut[peer_rank[cut] == other] for other in others}  # rank -> own arcs into it
+        self._sent_to = {other: torch.unique(self._owner[arcs]) for other, arcs in self._arcs_to.items()}  # agents
+        self._received_from = {other: torch.unique(self._peer[arcs]) for other, arcs in self._arcs_to.items()}  # agents
 
-    def _trade(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        """Send and receive one tensor per rank; empty ones are not sent."""
+    def _send_and_receive(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+        """Send and receive one tensor per rank; skip empty ones."""
         operations = []
-        for other in self._cut:
+        for other in self._arcs_to:
             if incoming[other].numel():
                 operations.append(dist.P2POp(dist.irecv, incoming[other], other))
             if outgoing[other].numel():
@@ -192,40 +139,40 @@ class Ranks(Transport):
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         known = rows.new_zeros(len(self._layout.rows), rows.shape[1])
         known[: len(rows)] = rows
-        wanted = {other: agents[active[agents]] for other, agents in self._in.items()}
-        outgoing = {o: rows[self._rows_of(agents[active[agents]])].contiguous() for o, agents in self._out.items()}
+        wanted = {other: agents[active[agents]] for other, agents in self._received_from.items()}
+        outgoing = {o: rows[self._rows_of(agents[active[agents]])].contiguous() for o, agents in self._sent_to.items()}
         incoming = {o: rows.new_empty(len(agents), rows.shape[1]) for o, agents in wanted.items()}
-        self._trade(outgoing, incoming)
+        self._send_and_receive(outgoing, incoming)
         for other, agents in wanted.items():
             known[self._rows_of(agents)] = incoming[other]
         return known
 
     def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
         received = self._layout.reverse(arcs)
-        outgoing = {o: arcs[mine[active[self._speaker[mine]]]].contiguous() for o, mine in self._cut.items()}
-        into = {o: mine[active[self._peer[mine]]] for o, mine in self._cut.items()}
-        incoming = {o: arcs.new_empty(len(mine), arcs.shape[1]) for o, mine in into.items()}
-        self._trade(outgoing, incoming)
-        for other, mine in into.items():
-            received[mine] = incoming[other]
+        outgoing = {o: arcs[own[active[self._owner[own]]]].contiguous() for o, own in self._arcs_to.items()}
+        awaited = {o: own[active[self._peer[own]]] for o, own in self._arcs_to.items()}
+        incoming = {o: arcs.new_empty(len(own), arcs.shape[1]) for o, own in awaited.items()}
+        self._send_and_receive(outgoing, incoming)
+        for other, own in awaited.items():
+            received[own] = incoming[other]
         return received, None
 
     def reduce(self, values: Sequence[float], how: str) -> list[float]:
-        total = torch.tensor(values, dtype=torch.float64, device=self._layout.rows.device)
-        dist.all_reduce(total, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
-        reduced: list[float] = total.tolist()
+        result = torch.tensor(values, dtype=torch.float64, device=self._layout.rows.device)
+        dist.all_reduce(result, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
+        reduced: list[float] = result.tolist()
         return reduced
 
     def gather(self, rows: Tensor) -> Tensor:
-        largest = max(map(len, self._plan))
-        padded = rows.new_zeros(largest, *rows.shape[1:])
+        longest = max(map(len, self._plan))
+        padded = rows.new_zeros(longest, *rows.shape[1:])
         padded[: len(rows)] = rows
         parts = [torch.empty_like(padded) for _ in self._plan]
         dist.all_gather(parts, padded)
-        out = rows.new_empty(sum(map(len, self._plan)), *rows.shape[1:])
+        gathered = rows.new_empty(sum(map(len, self._plan)), *rows.shape[1:])
         for members, part in zip(self._plan, parts):
-            out[members] = part[: len(members)]
-        return out
+            gathered[members] = part[: len(members)]
+        return gathered
 
     def largest(self, values: Tensor) -> Tensor:
         return self.gather(values).max()

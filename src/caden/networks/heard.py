@@ -1,4 +1,4 @@
-"""What a broadcast gives: `core.Heard` where all know the same of an agent, and where each knows what reached it."""
+"""Results of a broadcast: `core.Heard` when all neighbours know the same row, and when each knows what reached it."""
 
 from typing import NamedTuple
 
@@ -8,24 +8,24 @@ from torch import Tensor
 from caden.core import Edges
 from caden.errors import CadenError
 
-_SLICE = 1 << 24  # elements of an edge temporary; wider rows are handled in slices of columns
+_SLICE = 1 << 24  # elements of an edge temporary; wider rows are processed in column slices
 
 
 class HeardRows(NamedTuple):
-    """All neighbours know the same of an agent: one row each, the hosted ones first."""
+    """A broadcast after which all neighbours know the same row of an agent: one row each, hosted agents first."""
 
-    rows: Tensor  # (k, d) what each hosted agent handed in
-    fresh: Tensor  # the same and what other processes' awake agents sent now
-    sent: Tensor | None  # what all know of each agent; None if somebody asleep never sent anything
+    rows: Tensor  # (k, d) the rows passed to the broadcast
+    fresh: Tensor  # the same, plus what awake agents of other processes sent now
+    sent: Tensor | None  # what all know of each agent; None if a sleeping agent has never sent anything
     edges: Edges
 
     def _known(self) -> Tensor:
         if self.sent is None:
-            raise CadenError("A sleeper has not sent anything yet: the method must make this broadcast in `init` too.")
+            raise CadenError("A sleeping agent has not sent anything yet: make this broadcast in `init`, too.")
         return self.sent
 
     def _edge_sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """sum_j w_ij (v_i - v_j) over edge differences: antisymmetric to the last bit, so rows sum to zero."""
+        """Return sum_j w_ij (v_i - v_j) from edge differences: antisymmetric to the last bit, so rows sum to zero."""
         out = torch.zeros_like(rows)
         width = max(1, _SLICE // max(1, len(self.edges.first)))
         for a in range(0, rows.shape[1], width):
@@ -42,11 +42,11 @@ class HeardRows(NamedTuple):
         return self._edge_sum(self._known())
 
     def mix(self, weights: Tensor | None = None) -> Tensor:
-        """W v with w_ij on edges whose ends are both awake, the rest of each row's weight on itself.
+        """Return W v with w_ij on edges whose ends are both awake and the rest of each row's weight on itself.
 
         `weights` (e,) defaults to Metropolis weights of the awake subgraph, 1 / (1 + max of the awake degrees).
         """
-        known = self.fresh if self.sent is None else self.sent  # the same on edges that count, unless compressed
+        known = self.fresh if self.sent is None else self.sent  # equal on edges that count, unless compressed
         return self.rows - self._edge_sum(known, self.edges.mixing(self.rows, weights))
 
     def disagreement(self) -> Tensor:
@@ -62,13 +62,13 @@ class HeardRows(NamedTuple):
 
 
 class HeardArcs(NamedTuple):
-    """Each arc's owner knows of its peer what last arrived."""
+    """A broadcast after which each arc's owner knows the row of its peer that last arrived."""
 
     rows: Tensor  # (k, d) each hosted agent's own row
-    known: Tensor  # (2e, d) at arc (i, j): what i last heard from j
+    known: Tensor  # (2e, d) at arc (i, j): what i last received from j
     fresh: Tensor  # (2e, 1) bool: both ends are awake and a message arrived
     edges: Edges
-    agreed: Tensor | None  # (rows, d) everybody's row, if both ends of an edge know what the other has heard
+    agreed: Tensor | None  # (rows, d) all rows, if both ends of each edge know what the other received
 
     def laplacian(self) -> Tensor:
         return self.edges.arc_sum(self.rows[self.edges.owner()] - self.known)
@@ -85,6 +85,6 @@ class HeardArcs(NamedTuple):
     def ends(self) -> tuple[Tensor, Tensor]:
         if self.agreed is None:
             raise CadenError(
-                "Edge variables need messages that arrive: use `radmm`, or no `messages.loss` and `messages.delay`."
+                "Edge variables need messages that arrive: use `radmm`, or remove `messages.loss` and `messages.delay`."
             )
         return self.agreed[self.edges.first], self.agreed[self.edges.second]

@@ -1,4 +1,4 @@
-"""Which rows and edges a process holds."""
+"""The rows and edges that a process holds."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from caden.graphs import Graph
 
 
 class Layout:
-    """The hosted agents, those of other processes that they hear, and the edges between them.
+    """The hosted agents, their neighbours in other processes, and the edges between them.
 
-    Row r stands for agent `rows[r]`; the first `agents` rows are hosted here. Edge e joins rows `first[e]` and
+    Row r belongs to agent `rows[r]`; the first `agents` rows are hosted here. Edge e joins rows `first[e]` and
     `second[e]` and is edge `edges[e]` of the graph. Arc e is owned by `first[e]`, arc e + len(edges) by `second[e]`.
     """
 
@@ -29,7 +29,7 @@ class Layout:
 
     @property
     def arcs(self) -> Tensor:
-        """(2e,) the held arcs among the 2 |E| of the graph."""
+        """(2e,) indices of the held arcs among the 2 |E| arcs of the graph."""
         return torch.cat([self.edges, self.edges + self.ends.shape[1]])
 
     @property
@@ -38,6 +38,6 @@ class Layout:
         return self.rows[torch.cat([self.first, self.second])]
 
     def reverse(self, arcs: Tensor) -> Tensor:
-        """(2e, ...) at each arc what stands at the opposite one."""
+        """Return (2e, ...) with the value of the opposite arc at each arc."""
         half = len(self.edges)
         return torch.cat([arcs[half:], arcs[:half]])

@@ -1,17 +1,18 @@
-"""Messages that get lost, come late, or carry less than a whole vector; every draw is a pure function of (seed, round,
-arc). Whatever becomes of a message, it is sent and counted. What a method can do about it depends on its form.
+"""Messages that are lost, delayed or compressed. Every draw is a pure function of (seed, round, arc).
 
-Loss and delay. The receiver goes on with the newest message that did arrive.
+Every message that is sent is counted, whatever happens to it. The effect depends on the form of the method.
 
-- arc methods (`Round.exchange`: relaxed ADMM, LT-ADMM) leave the arc as it was, and stay exact under loss;
-- a broadcast leaves `laplacian` and `mix` different at the two ends of an edge: sums are no longer kept, and the method
-  is biased;
-- edge variables (`Heard.ends`) must be equal at both ends, which nobody can promise here: refused.
+Loss and delay. The receiver continues with the newest message that has arrived.
 
-Compression with error feedback. Sender and receivers keep a public copy of the row. What is sent is the compressed
-difference between the row and its copy, and all copies move by it; so whatever was left out is in the next difference,
-and an entry that settles is known exactly in the end. The first message of a kind is sent whole; the copy of an
-agent that slept through that round starts at 0.
+- Arc methods (`Round.exchange`: relaxed ADMM, LT-ADMM) leave the arc unchanged and stay exact under loss.
+- After a broadcast, `laplacian` and `mix` differ between the two ends of an edge: sums are no longer preserved, and the
+  method is biased.
+- Edge variables (`Heard.ends`) must be equal at both ends, which cannot be guaranteed here: they are refused.
+
+Compression with error feedback. Sender and receivers hold a public copy of the row. The sender sends the compressed
+difference between the row and its copy, and all copies are updated by it. Whatever was left out is part of the next
+difference, so an entry that settles is eventually known exactly. The first message of each kind is sent whole; the copy
+of an agent that slept through that round starts at 0.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from caden.schedules import Draw
 
 
 class Messages(NamedTuple):
-    """What happens to messages; the default is nothing."""
+    """A model of what happens to messages; by default, nothing."""
 
     loss: float = 0.0  # probability that a message does not arrive
-    burst: int = 1  # rounds that a run of losses lasts
+    burst: int = 1  # length of a run of losses, in rounds
     delay: int = 0  # a message arrives after 0 .. delay rounds, each equally likely; newer ones may overtake it
     top: float | None = None  # send only this fraction of the entries, the largest ones
-    bits: int | None = None  # send every entry in so many bits
+    bits: int | None = None  # send every entry in this many bits
 
     @classmethod
     def from_spec(cls, spec: Messages | Mapping[str, Any] | None) -> Messages:
-        """Checked."""
+        """Return the checked model that `spec` describes."""
         if isinstance(spec, Mapping):
             for key in spec:
                 require_choice("key", f"messages.{key}", [f"messages.{field}" for field in cls._fields])
@@ -53,9 +54,9 @@ class Messages(NamedTuple):
         if spec.bits is not None and not 2 <= require_integer("messages.bits", spec.bits) <= 16:
             raise CadenError(f"`messages.bits` must lie in 2..16, got {spec.bits}.")
         if spec.top is not None and spec.bits is not None:
-            raise CadenError("`messages.top` and `messages.bits` are two ways to compress: choose one.")
+            raise CadenError("`messages.top` and `messages.bits` are two kinds of compression: choose one.")
         if spec.compressed and spec.unreliable:
-            raise CadenError("Compressed differences must all arrive: without `messages.loss` and `messages.delay`.")
+            raise CadenError("Compressed differences must all arrive: remove `messages.loss` and `messages.delay`.")
         return spec
 
     @property
@@ -67,27 +68,27 @@ class Messages(NamedTuple):
         return self.top is not None or self.bits is not None
 
     def arrives(self, draw: Draw, round: int, exchange: int, arcs: int) -> Tensor:
-        """(arcs, 1) bool: which messages get through. Bursts start at another round on each arc."""
+        """Return (arcs, 1) bool: which messages arrive. Bursts start in different rounds on different arcs."""
         if self.burst == 1:
             kept = draw.uniform(f"loss/{exchange}", round, arcs) >= self.loss
         else:
             phase = np.floor(draw.uniform("loss/phase", 0, arcs) * self.burst).astype(int)
             block = (round + phase) // self.burst
             kept = np.empty(arcs, bool)
-            for number_ in np.unique(block):
-                mine = block == number_
-                kept[mine] = draw.uniform("loss/burst", int(number_), arcs)[mine] >= self.loss
+            for number in np.unique(block):
+                in_block = block == number
+                kept[in_block] = draw.uniform("loss/burst", int(number), arcs)[in_block] >= self.loss
         return torch.from_numpy(kept).unsqueeze(1)
 
     def takes(self, draw: Draw, round: int, exchange: int, arcs: int) -> Tensor:
-        """(arcs, 1) int64: how many rounds each message is on its way."""
+        """Return (arcs, 1) int64: the delay of each message in rounds."""
         late = np.floor(draw.uniform(f"delay/{exchange}", round, arcs) * (self.delay + 1)).astype(np.int64)
         return torch.from_numpy(late).unsqueeze(1)
 
     def compress(self, rows: Tensor) -> Tensor:
-        """What the receiver reads from the compressed rows: (n, d) -> (n, d)."""
+        """Return the rows as the receiver decompresses them: (n, d) -> (n, d)."""
         if self.top is not None:
-            kept = rows.abs().topk(self._kept(rows.shape[1]), dim=1).indices
+            kept = rows.abs().topk(self._entries_kept(rows.shape[1]), dim=1).indices
             return torch.zeros_like(rows).scatter_(1, kept, rows.gather(1, kept))
         assert self.bits is not None
         levels = 2 ** (self.bits - 1) - 1
@@ -95,26 +96,26 @@ class Messages(NamedTuple):
         return torch.where(scale > 0, (rows / scale).round() * scale, 0)
 
     def size(self, width: int, itemsize: int) -> int:
-        """Bytes of one compressed row: entries and their 4-byte places, or the bits and a scale."""
+        """Return the bytes of one compressed row: entries with their 4-byte indices, or the bits and a scale."""
         if self.top is not None:
-            return self._kept(width) * (itemsize + 4)
+            return self._entries_kept(width) * (itemsize + 4)
         assert self.bits is not None
         return -(-width * self.bits // 8) + itemsize
 
-    def _kept(self, width: int) -> int:
+    def _entries_kept(self, width: int) -> int:
         return max(1, round(float(self.top or 0) * width))
 
 
 class Delivery:
-    """Messages on their way over the arcs that a process holds: lost, late or compressed, as the model says."""
+    """Delivery of messages over the arcs that a process holds: lost, delayed or compressed according to the model."""
 
     def __init__(self, model: Messages, draw: Draw, layout: Layout):
         self.model, self._draw = model, draw
         self._arcs, self._total = layout.arcs.cpu(), 2 * layout.ends.shape[1]
-        self.known: dict[str, Tensor] = {}  # what was heard, is under way, or has been made public: for the checkpoint
+        self.known: dict[str, Tensor] = {}  # rows received, in transit, or public: part of the checkpoint
 
     def encode(self, channel: str, rows: Tensor, speaking: Tensor) -> tuple[Tensor, int]:
-        """What everybody knows of the rows (n, d) after those that are `speaking` were sent, and bytes per message."""
+        """Return what all know of the rows (n, d) after those `speaking` were sent, and the bytes per message."""
         width, model = rows.shape[1], self.model
         if not model.compressed:
             return rows, width * rows.element_size()
@@ -130,9 +131,9 @@ class Delivery:
     def deliver(
         self, channel: str, exchange: int, index: int, messages: Tensor, spoke: Tensor, before: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Arc by arc: the newest message that its owner has, and whether one came in this round.
+        """Return, for each arc, the newest message that its owner has, and whether one arrived in this round.
 
-        `messages` (2e, d) is what peers say now where they `spoke` (2e, 1); `before` holds if none ever came.
+        `messages` (2e, d) holds what peers send now where they `spoke` (2e, 1). `before` is used if none ever came.
         """
         if index < 0:
             self.known[channel] = messages
@@ -149,24 +150,25 @@ class Delivery:
     def _queue(
         self, channel: str, index: int, messages: Tensor, arrival: Tensor, known: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Put messages under way until the round `arrival` (-1: lost), and take what is due; newer ones overtake."""
+        """Queue messages until the round `arrival` (-1: lost), and take those that are due; newer ones overtake."""
         depth, arcs, device = self.model.delay + 1, len(messages), messages.device
         queue = self.known.setdefault(f"{channel}.queue", messages.new_zeros(depth, arcs, messages.shape[1]))
         due = self.known.setdefault(f"{channel}.due", torch.full((depth, arcs, 1), -1, device=device))
         newest = self.known.get(f"{channel}.newest", torch.full((arcs, 1), -1, device=device))
         sent = self.known.setdefault(f"{channel}.sent", torch.full((depth,), -1, device=device))
-        came, here = torch.zeros(arcs, 1, dtype=torch.bool, device=device), index % depth
+        came, current = torch.zeros(arcs, 1, dtype=torch.bool, device=device), index % depth
 
         def take(slot: int) -> None:
             nonlocal known, newest, came
-            hit = (due[slot] >= 0) & (due[slot] <= index)
-            due[slot] = torch.where(hit, -1, due[slot])
-            hit &= sent[slot] > newest
-            known, newest, came = torch.where(hit, queue[slot], known), torch.where(hit, sent[slot], newest), came | hit
+            taken = (due[slot] >= 0) & (due[slot] <= index)
+            due[slot] = torch.where(taken, -1, due[slot])
+            taken &= sent[slot] > newest
+            known, newest = torch.where(taken, queue[slot], known), torch.where(taken, sent[slot], newest)
+            came = came | taken
 
         for slot in sent.argsort().tolist():
             take(slot)
-        queue[here], due[here], sent[here] = messages, arrival, index
-        take(here)
+        queue[current], due[current], sent[current] = messages, arrival, index
+        take(current)
         self.known[f"{channel}.newest"] = newest
         return known, came

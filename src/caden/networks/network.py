@@ -1,7 +1,7 @@
-"""The network: what a round offers to a method, and what is counted. How rows travel is the transport's business.
+"""The network: the operators that a round offers to a method, and the counters. The transport moves the rows.
 
 Communications are counted here, not by the methods: one d-vector over one directed edge is 1, only awake agents send,
-and the initial exchange is free (the paper does not count it either). Nothing is ever of size m x m.
+and the initial exchange is free (the paper does not count it either). No object has size m x m.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from caden.schedules import Draw, Links
 
 
 class Network:
-    """Hands out rounds, keeps what agents know of each other, counts what is sent by all of them."""
+    """A network that creates rounds, stores what agents know of each other, and counts what all of them send."""
 
     def __init__(
         self,
@@ -38,24 +38,23 @@ class Network:
         if problem.agents != self.layout.agents:
             raise CadenError(f"The graph has {graph.agents} agents but the problem has {problem.agents}.")
         if graph.agents < 2:
-            raise CadenError("A network needs at least 2 agents.")
+            raise CadenError(f"A network needs at least 2 agents, got {graph.agents}.")
         self.graph, self.draw, self.links = graph, draw, links
         self.post = Delivery(messages or Messages(), draw, self.layout)
         if links is not None and self.post.model.compressed:
-            raise CadenError("Compressed differences must all arrive: without `links`.")
+            raise CadenError("Compressed differences must all arrive: remove `links`.")
         self.transport.connect(self.layout)
         self.may_sleep = may_sleep or links is not None
         self.numbers_sent = self.bytes = 0
         self._dim, self._degree = problem.dim, self.layout.degree.to(problem.dtype)
 
     @property
-    def communications(self) -> float:
-        """d-vectors sent over directed edges so far; a fraction only if scalars were sent too."""
-        whole, rest = divmod(self.numbers_sent, self._dim)
-        return whole if rest == 0 else self.numbers_sent / self._dim
+    def communications(self) -> int:
+        """Vectors of d numbers sent over directed edges so far, in whole vectors."""
+        return self.numbers_sent // self._dim
 
     def _edges_of_round(self, index: int, awake: Tensor) -> tuple[Edges, int]:
-        """The edges of a round in which the agents `awake` (m, 1) take part, and how many ends of edges speak."""
+        """Return the edges of a round in which the agents `awake` (m, 1) take part, and how many edge ends send."""
         layout = self.layout
         both = awake[layout.ends]  # (2, |E|, 1)
         if self.links is not None and index >= 0:
@@ -77,50 +76,49 @@ class Network:
     def round(
         self, index: int, active: Tensor, work: Tensor, problem: Problem, curvature: Tensor | None = None
     ) -> Round:
-        """The context of one round; `active` (m,) bool, `work` (m,)."""
+        """Return the context of one round; `active` (m,) bool, `work` (m,)."""
         everyone = bool(active.all())
-        everybody = active.to(problem.device).unsqueeze(1)  # (m, 1)
-        edges, sending = self._edges_of_round(index, everybody) if self.links or not everyone else self._edges_all_awake
+        is_awake = active.to(problem.device).unsqueeze(1)  # (m, 1)
+        edges, sending = self._edges_of_round(index, is_awake) if self.links or not everyone else self._edges_all_awake
         self.transport.begin_round(index)
-        on = _Operators(self, index, active, everyone, everybody[self.layout.rows], edges, sending)
+        operators = _Operators(self, index, active, everyone, is_awake[self.layout.rows], edges, sending)
         degree, awake = self._degree, int(active.sum())
         if absent := self.transport.absent():
-            edges, degree = self._without(absent, edges)
+            edges, degree = self._without_rows(absent, edges)
         work = (work * active)[self.layout.hosted].to(problem.device)
         facts = problem, edges, self.graph, self.may_sleep, curvature
-        return Round(
-            index, on.awake, awake, work, degree, *facts, on.broadcast, on.exchange, on.average, on.maximum, on.uniform
-        )
+        functions = operators.broadcast, operators.exchange, operators.average, operators.maximum, operators.uniform
+        return Round(index, operators.awake, awake, work, degree, *facts, *functions)
 
-    def _without(self, absent: list[int], edges: Edges) -> tuple[Edges, Tensor]:
-        """Edges and degrees without some rows of other processes: both ends of their edges become their own row."""
+    def _without_rows(self, absent: list[int], edges: Edges) -> tuple[Edges, Tensor]:
+        """Return edges and degrees without the `absent` rows of other processes, whose edges become loops."""
         first, second = edges.first.clone(), edges.second.clone()
-        gone = torch.tensor(absent, device=first.device)
-        for here, there in ((edges.first, second), (edges.second, first)):
-            lost = torch.isin(here, gone)
-            there[lost] = here[lost]
+        absent_rows = torch.tensor(absent, device=first.device)
+        for this_end, other_end in ((edges.first, second), (edges.second, first)):
+            is_absent = torch.isin(this_end, absent_rows)
+            other_end[is_absent] = this_end[is_absent]
         edges = replace(edges, first=first, second=second)
         return edges, edges.arc_sum(self._degree.new_ones(2 * len(first), 1))
 
     def buffers(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold."""
+        """Return the tensors that a checkpoint must hold."""
         return self.post.known | {f"transport.{name}": tensor for name, tensor in self.transport.buffers().items()}
 
     def restore(self, buffers: dict[str, Tensor], numbers_sent: int, sent_bytes: int) -> None:
-        """Take back what `buffers` gave."""
-        mine = {name: tensor for name, tensor in buffers.items() if not name.startswith("transport.")}
-        self.post.known = {name: tensor.to(self.layout.ends.device) for name, tensor in mine.items()}
-        self.transport.restore({n.removeprefix("transport."): t for n, t in buffers.items() if n not in mine})
+        """Restore the tensors that `buffers` returned, and the counters."""
+        known = {name: tensor for name, tensor in buffers.items() if not name.startswith("transport.")}
+        self.post.known = {name: tensor.to(self.layout.ends.device) for name, tensor in known.items()}
+        self.transport.restore({n.removeprefix("transport."): t for n, t in buffers.items() if n not in known})
         self.numbers_sent, self.bytes = numbers_sent, sent_bytes
 
 
 class _Operators:
-    """The operators of one round."""
+    """The operators that a method uses in one round."""
 
     def __init__(
         self, network: Network, index: int, active: Tensor, everyone: bool, awake: Tensor, edges: Edges, sending: int
     ):
-        self._network, self._post, self._transport = network, network.post, network.transport
+        self._network, self._delivery, self._transport = network, network.post, network.transport
         self._index, self._active, self._everyone, self._edges, self._sending = index, active, everyone, edges, sending
         self._awake_rows, self.awake = awake, awake[: network.layout.agents]  # (rows, 1), (k, 1)
         self._exchanges = 0
@@ -130,18 +128,18 @@ class _Operators:
             self._network.numbers_sent += messages * numbers
             self._network.bytes += messages * size
 
-    def _turn(self) -> int:
+    def _next_exchange(self) -> int:
         self._exchanges += 1
         return self._exchanges - 1
 
     def _encode(self, channel: str, rows: Tensor, speaking: Tensor) -> Tensor:
-        public, size = self._post.encode(channel, rows, speaking)
+        public, size = self._delivery.encode(channel, rows, speaking)
         self._count(self._sending, rows.shape[1], size)
         return public
 
     def _remember(self, channel: str, fresh: Tensor) -> Tensor | None:
-        """What everybody knows of each row: the last that it sent; None if some never sent anything."""
-        known = self._post.known
+        """Store and return the row that each agent last sent; None if some have never sent anything."""
+        known = self._delivery.known
         if self._everyone:
             known[channel] = fresh.clone()
         elif channel in known:
@@ -149,51 +147,51 @@ class _Operators:
         return known.get(channel)
 
     def broadcast(self, rows: Tensor) -> Heard:
-        turn, network, model = self._turn(), self._network, self._post.model
-        channel = f"broadcast{turn}"
+        exchange, network, model = self._next_exchange(), self._network, self._delivery.model
+        channel = f"broadcast{exchange}"
         public = self._encode(channel, rows, self.awake)
         fresh = self._transport.share_rows(public, self._active)
         if model.unreliable or network.links is not None:
-            return self._by_arc(channel, turn, rows, fresh)
+            return self._hear_by_arc(channel, exchange, rows, fresh)
         elsewhere = network.layout.agents < len(fresh)
         if not network.may_sleep or (model.compressed and not elsewhere):
             return HeardRows(rows, fresh, fresh, self._edges)
         return HeardRows(rows, fresh, self._remember(channel, fresh), self._edges)
 
-    def _by_arc(self, channel: str, turn: int, rows: Tensor, fresh: Tensor) -> Heard:
-        edges, unreliable = self._edges, self._post.model.unreliable
-        if len(fresh) > len(rows):  # of other processes' sleepers the last row is remembered here
+    def _hear_by_arc(self, channel: str, exchange: int, rows: Tensor, fresh: Tensor) -> Heard:
+        edges, unreliable = self._edges, self._delivery.model.unreliable
+        if len(fresh) > len(rows):  # sleeping agents of other processes are represented by their last row
             known_rows = self._remember(f"{channel}.rows", fresh)
             fresh = fresh if known_rows is None else known_rows
         peers, own = fresh[torch.cat([edges.second, edges.first])], rows[edges.owner()]
         spoke = torch.cat([edges.awake_second, edges.awake_first])
-        # Of a peer that was never heard an agent knows nothing but itself.
-        known, came = self._post.deliver(channel, turn, self._index, peers, spoke, own)
+        # An agent that has never heard from a peer uses its own row instead.
+        known, came = self._delivery.deliver(channel, exchange, self._index, peers, spoke, own)
         both = came & torch.cat([edges.awake_first, edges.awake_second])
         return HeardArcs(rows, known, both, edges, None if unreliable and self._index >= 0 else fresh)
 
     def exchange(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        turn, edges = self._turn(), self._edges
-        messages = self._encode(f"exchange{turn}", messages, torch.cat([edges.awake_first, edges.awake_second]))
+        exchange, edges = self._next_exchange(), self._edges
+        messages = self._encode(f"exchange{exchange}", messages, torch.cat([edges.awake_first, edges.awake_second]))
         received, came = self._transport.exchange_arcs(messages, self._active)
         if came is None:
-            came = torch.cat([edges.awake_second, edges.awake_first])  # (2e, 1) at each arc's owner: its peer speaks
-        if not self._post.model.unreliable:
+            came = torch.cat([edges.awake_second, edges.awake_first])  # (2e, 1) whether each arc's peer sends
+        if not self._delivery.model.unreliable:
             return received, came
-        return self._post.deliver(f"exchange{turn}", turn, self._index, received, came, received)
+        return self._delivery.deliver(f"exchange{exchange}", exchange, self._index, received, came, received)
 
     def average(self, rows: Tensor) -> Tensor:
-        model = self._post.model
+        model = self._delivery.model
         if model.unreliable or model.compressed or self._network.links is not None:
-            raise CadenError("This method averages through a server, not over the graph: use no `messages` or `links`.")
+            raise CadenError("This method averages through a server, not on the graph: remove `messages` and `links`.")
         chosen = self._transport.gather(rows)[self._active.to(rows.device)]
-        self._count(2 * len(chosen), rows.shape[1], rows.shape[1] * rows.element_size())  # up to the server, down again
+        self._count(2 * len(chosen), rows.shape[1], rows.shape[1] * rows.element_size())  # to the server and back
         return chosen.mean(0)
 
     def maximum(self, values: Tensor) -> Tensor:
-        if self._index >= 0:  # flooding: as many scalar exchanges as the longest path has edges
+        if self._index >= 0:  # flooding takes as many scalar exchanges as the diameter
             graph = self._network.graph
-            self._count(2 * len(graph.edges) * graph.diameter, 1, values.element_size())
+            self._count(2 * len(graph.edges) * graph.diameter, 0, values.element_size())  # scalars count as bytes only
         return self._transport.largest(values)
 
     def uniform(self, label: str) -> float:

@@ -1,4 +1,4 @@
-"""What carries rows between processes. A network asks for nothing else of the world."""
+"""Transports: what carries rows between processes. A network depends on nothing else outside its process."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,56 +10,55 @@ from caden.networks.layout import Layout
 
 
 class Transport(Protocol):
-    """How the agents of one process reach those of the others. `active` (m,) says who is awake in the whole network."""
+    """How the agents of one process reach those of others. `active` (m,) marks who is awake in the whole network."""
 
-    rank: int = 0  # of this process; the first one measures, writes and speaks
-    world: int = 1  # how many processes work as one run
-    sees_only_itself: bool = (
-        False  # True: nobody here knows who is awake elsewhere, and only what this process sends is counted
-    )
-    wire_bytes: int = 0  # what this process has sent to others
+    rank: int = 0  # of this process; rank 0 measures, writes and prints
+    world: int = 1  # number of processes of the run
+    # True: this process does not know who is awake elsewhere, and counts only what it sends itself.
+    sees_only_itself: bool = False
+    wire_bytes: int = 0  # bytes that this process has sent to others
 
     def hosts(self, graph: Graph) -> list[int] | None:
-        """The agents of this process; None for all of them."""
+        """Return the agents of this process; None for all of them."""
 
     def connect(self, layout: Layout) -> None:
-        """Called once, before anything is sent."""
+        """Prepare for a layout; called once, before anything is sent."""
 
     def begin_round(self, index: int) -> None:
-        """A round begins."""
+        """Prepare for a round."""
         return
 
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
-        """(k, d) hosted rows -> (rows of the layout, d), with what awake agents of other processes sent."""
+        """Send hosted rows and receive others: (k, d) -> (rows of the layout, d); only awake agents send."""
 
     def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(2e, d) what each arc's owner sends -> what its peer sent, and where it came (None: from all awake)."""
+        """Send (2e, d) from arc owners; return what their peers sent, and where it came (None: from all awake)."""
 
     def gather(self, rows: Tensor) -> Tensor:
-        """(k, ...) of the hosted agents -> (m, ...) of all, in their order."""
+        """Collect the rows of all agents, in order: (k, ...) -> (m, ...)."""
 
     def largest(self, values: Tensor) -> Tensor:
-        """(k,) -> () the largest value of all agents."""
+        """Return the largest value of all agents: (k,) -> ()."""
 
     def reduce(self, values: Sequence[float], how: str) -> list[float]:
-        """The "max" or the "sum" of each number over all processes."""
+        """Return the "max" or the "sum" of each number over all processes."""
         return list(values)
 
     def absent(self) -> list[int]:
-        """Rows of agents that do not count in this round."""
+        """Return the rows of agents that do not count in this round."""
         return []
 
     def buffers(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold."""
+        """Return the tensors that a checkpoint must hold."""
         return {}
 
     def restore(self, buffers: dict[str, Tensor]) -> None:
-        """Take back what `buffers` gave."""
+        """Restore the tensors that `buffers` returned."""
         return
 
 
 class Memory(Transport):
-    """All agents in this process."""
+    """The transport of a single process that hosts all agents."""
 
     def hosts(self, graph: Graph) -> list[int] | None:
         return None

@@ -35,14 +35,14 @@ def _classification_by_name(
     hosted: list[int] | None = None,
     batch_size: int | None = None,
 ) -> Module:
-    """`classification` on a named data set, with the paper's network or a linear model; what TOML files use.
+    """`classification` on a named data set, with the paper's network or a linear model; used by TOML files.
 
-    `samples` and `test_samples` take only the first so many. `validation` holds the last so many training samples out
-    and measures on those instead of on the test set.
+    `samples` and `test_samples` limit the data to that many first samples. `validation` holds out that many last
+    training samples and measures on them instead of on the test set.
     """
     train, test = datasets.load(data)
     if require_integer("validation", validation) >= len(train[0]):
-        raise CadenError(f"`validation` is {validation} but {data} has {len(train[0])} training samples.")
+        raise CadenError(f"`validation` must be below {len(train[0])} (training samples of {data}), got {validation}.")
     if validation:
         test = (train[0][-validation:], train[1][-validation:])
         train = (train[0][:-validation], train[1][:-validation])
@@ -55,7 +55,7 @@ def _classification_by_name(
 def _network(
     model: str | Callable[..., nn.Module], train: tuple[Tensor, Tensor], hidden: int = 128, seed: int = 0
 ) -> nn.Module:
-    """The model that a file names, as large as the data need it."""
+    """Build the model that a file names, sized for the data."""
     features, classes = train[0][0].numel(), int(train[1].max()) + 1
     if callable(model):
         return model()
@@ -69,7 +69,7 @@ def _network(
 
 
 def network_size(data: Any, model: Any, hidden: Any) -> int | None:
-    """Parameters of one of the networks with a name, without making them; None for another model, or a wrong value."""
+    """Return the number of parameters of a named network without building it; None for other models or wrong values."""
     if model not in ("mlp", "linear") or data not in list(datasets.DATASETS):
         return None
     if not isinstance(hidden, int) or hidden < 1:
@@ -80,11 +80,11 @@ def network_size(data: Any, model: Any, hidden: Any) -> int | None:
 
 
 def _first(name: str, data: tuple[Tensor, Tensor], count: int | None) -> tuple[Tensor, Tensor]:
-    """The first `count` samples; all of them for None."""
+    """Return the first `count` samples; all of them for None."""
     if count is None:
         return data
     if require_integer(name, count, least=1) > len(data[0]):
-        raise CadenError(f"`{name}` is {count} but there are only {len(data[0])} samples.")
+        raise CadenError(f"`{name}` must be at most {len(data[0])}, the number of samples, got {count}.")
     return data[0][:count], data[1][:count]
 
 

@@ -1,4 +1,4 @@
-"""Any functions at all: one differentiable torch function per agent."""
+"""Arbitrary functions: one differentiable torch function per agent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from caden._tensor.devices import require_device
 from caden._tensor.rows import row_numbers
 from caden.core import Problem
 from caden.errors import CadenError, require_integer
@@ -15,7 +16,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Functions(Problem):
-    """Gradients by autograd, agent by agent."""
+    """One function per agent, with gradients by autograd, agent by agent."""
 
     def __init__(self, functions: Sequence[Function], dim: int, dtype: torch.dtype, device: torch.device):
         self.functions = list(functions)
@@ -48,4 +49,4 @@ def functions(
     """
     if not functions or not all(callable(f) for f in functions):
         raise CadenError("`functions` must be a non-empty sequence of functions, one per agent.")
-    return Functions(functions, require_integer("dim", dim, least=1), dtype, torch.device(device))
+    return Functions(functions, require_integer("dim", dim, least=1), dtype, require_device(device))

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from caden._tensor.devices import require_device
 from caden._tensor.parallel import AGENT_LOOPS
 from caden._tensor.rows import aligned, batched_mv, row_dots, row_numbers, rows_separately, take_rows, view_rows
 from caden.core import Problem
 from caden.errors import CadenError, require_choice, require_integer, require_number
 
-_LARGE = 1 << 17  # numbers of an agent's data from which on it pays to read them agent by agent
+_LARGE = 1 << 17  # size of an agent's data from which reading them agent by agent pays off
 
 
 class Logistic(Problem):
@@ -43,41 +44,41 @@ class Logistic(Problem):
             gradient += 2 * self.alpha * x * bounded**2
         return value, gradient
 
-    def _losses(self, x: Tensor, rows: Tensor | None, way: str) -> tuple[Tensor, Tensor]:
-        """The data's part of the values and gradients; agent by agent, each one's data are read while in the cache."""
-        if way == "bmm" and not rows_separately():
+    def _losses(self, x: Tensor, rows: Tensor | None, execution: str) -> tuple[Tensor, Tensor]:
+        """Return the data's part of the values and gradients; agent by agent, each agent's data stay in the cache."""
+        if execution == "bmm" and not rows_separately():
             return _loss(view_rows(self.signed, rows), take_rows(self.share, rows), x)
-        at = row_numbers(rows, self.agents)
-        value, gradient = x.new_empty(len(at)), torch.empty_like(x)
+        agents = row_numbers(rows, self.agents)
+        value, gradient = x.new_empty(len(agents)), torch.empty_like(x)
 
-        def one(a: int) -> None:
-            value[a], gradient[a] = _loss(*map(aligned, (self.signed[at[a]], self.share[at[a]], x[a])))
+        def evaluate(a: int) -> None:
+            value[a], gradient[a] = _loss(*map(aligned, (self.signed[agents[a]], self.share[agents[a]], x[a])))
 
-        AGENT_LOOPS.get(way, AGENT_LOOPS["loop"])(one, range(len(at)))
+        AGENT_LOOPS.get(execution, AGENT_LOOPS["loop"])(evaluate, range(len(agents)))
         return value, gradient
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         if rows_separately() and len(x) > 1:
-            at = torch.tensor(row_numbers(rows, self.agents))
-            return torch.cat([self.hvp(x[a : a + 1], v[a : a + 1], at[a : a + 1]) for a in range(len(x))])
+            agents = torch.tensor(row_numbers(rows, self.agents))
+            return torch.cat([self.hvp(x[a : a + 1], v[a : a + 1], agents[a : a + 1]) for a in range(len(x))])
         data = view_rows(self.signed, rows)
         slope = torch.sigmoid(batched_mv(data, x))
         square = x * x
-        curved = 2 * self.alpha * (1 - 3 * square) / (1 + square) ** 3 + self.l2
-        return batched_mv(data.mT, take_rows(self.share, rows) * slope * (1 - slope) * batched_mv(data, v)) + curved * v
+        diag = 2 * self.alpha * (1 - 3 * square) / (1 + square) ** 3 + self.l2
+        return batched_mv(data.mT, take_rows(self.share, rows) * slope * (1 - slope) * batched_mv(data, v)) + diag * v
 
     def take(self, agents: list[int]) -> Logistic:
         return Logistic(self.signed[agents], self.share[agents], self.alpha, self.l2, self.execution)
 
     def evaluate(self, x: Tensor) -> dict[str, Tensor]:
-        right = (batched_mv(self.signed, x) > 0).to(self.dtype)
-        return {"accuracy": (self.share * right).sum(1)}
+        correct = (batched_mv(self.signed, x) > 0).to(self.dtype)
+        return {"accuracy": (self.share * correct).sum(1)}
 
 
 def _loss(data: Tensor, share: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """sum of share log(1 + exp(-data x)), and its gradient; of one agent, or of many in a leading dimension."""
-    against = -batched_mv(data, x)
-    return torch.linalg.vecdot(share, softplus(against)), batched_mv(data.mT, -share * torch.sigmoid(against))
+    """Return the sum of share log(1 + exp(-data x)) and its gradient, of one agent or many in a leading dimension."""
+    negated = -batched_mv(data, x)
+    return torch.linalg.vecdot(share, softplus(negated)), batched_mv(data.mT, -share * torch.sigmoid(negated))
 
 
 def logistic(
@@ -93,7 +94,7 @@ def logistic(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Logistic:
-    """Logistic regression over agents, on random data or on yours.
+    """Logistic regression over agents, on random data or your own.
 
     Args:
         agents, dim, samples, seed: size and seed of the random data (each agent has its own distribution).
@@ -102,7 +103,7 @@ def logistic(
         execution: "bmm" (all agents in one product), "loop" (one agent per thread), "turns" (one agent at a time, on
             all threads) or "auto" (chosen by the size of an agent's data).
 
-    `accuracy` in the history is that of the training data.
+    The `accuracy` in the history is measured on the training data.
 
     >>> logistic(agents=4, dim=3).value_and_grad(torch.zeros(4, 3, dtype=torch.float64))[0]
     tensor([0.6931, 0.6931, 0.6931, 0.6931], dtype=torch.float64)
@@ -123,12 +124,16 @@ def logistic(
         a = torch.randn(agents, samples, dim, generator=generator, dtype=torch.float64) + shift / 2
         noise = torch.randn(agents, samples, generator=generator, dtype=torch.float64)
         features, labels = list(a), list(torch.sign(a @ truth + noise))
+    require_device(device)
     shards = [torch.as_tensor(a, device=device).to(dtype) for a in features]
     signs = [torch.as_tensor(b, device=device).to(dtype) for b in labels]
     if len(shards) != len(signs) or any(a.ndim != 2 or b.shape != a.shape[:1] for a, b in zip(shards, signs)):
-        raise CadenError("`features` must hold one (n_i, d) array per agent and `labels` one (n_i,) array.")
+        raise CadenError("`features` must contain one (n_i, d) array per agent and `labels` one (n_i,) array.")
     if len({a.shape[1] for a in shards}) != 1 or any(len(a) == 0 for a in shards):
         raise CadenError("Every agent needs at least one sample, and all must have the same number of features.")
+    for agent, data in enumerate(shards):
+        if not bool(data.isfinite().all()):
+            raise CadenError(f"`features` of agent {agent} has values that are not finite.")
     signs = [torch.where(b > 0, 1.0, -1.0).to(dtype) for b in signs]
     longest = max(len(a) for a in shards)
     signed = torch.stack(

@@ -1,4 +1,4 @@
-"""Quadratics f_i(x) = x'A_i x / 2 - b_i'x: the problems whose answers are known."""
+"""Quadratics f_i(x) = x'A_i x / 2 - b_i'x: problems whose minimiser is known."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caden._tensor.devices import require_device
 from caden._tensor.rows import batched_mv, row_dots, take_rows, view_rows
 from caden.core import Problem
 from caden.errors import CadenError, require_integer, require_positive
@@ -41,14 +42,18 @@ class Quadratic(Problem):
 
 
 def quadratics(A: Any, b: Any, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Quadratic:
-    """f_i(x) = x'A_i x / 2 - b_i'x from given symmetric A (m, d, d) and b (m, d).
+    """The quadratics f_i(x) = x'A_i x / 2 - b_i'x for symmetric A (m, d, d) and b (m, d).
 
     >>> quadratics([[[2.0]], [[1.0]]], [[1.0], [2.0]]).solution
     tensor([1.], dtype=torch.float64)
     """
+    require_device(device)
     A, b = (torch.as_tensor(part, device=device).to(dtype) for part in (A, b))
     if A.ndim != 3 or A.shape[1] != A.shape[2] or b.shape != A.shape[:2]:
         raise CadenError(f"`A` must have shape (m, d, d) and `b` (m, d), got {tuple(A.shape)} and {tuple(b.shape)}.")
+    broken = ~(A.isfinite().all(2).all(1) & b.isfinite().all(1))
+    if bool(broken.any()):
+        raise CadenError(f"`A` or `b` of agent {int(broken.nonzero()[0])} has values that are not finite.")
     if not torch.allclose(A, A.mT):
         raise CadenError("`A` must be symmetric.")
     return Quadratic(A, b)

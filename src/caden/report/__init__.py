@@ -13,5 +13,6 @@ from caden.report.runs import of_runs as of_runs
 from caden.report.runs import parameters as parameters
 from caden.report.runs import provenance as provenance
 from caden.report.runs import results as results
+from caden.report.runs import setting as setting
 from caden.report.tables import markdown as markdown
 from caden.report.tables import write_table as write_table

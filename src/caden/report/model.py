@@ -1,4 +1,4 @@
-"""What a report is made of: sections of text, figures and tables."""
+"""What a report consists of: sections of text, figures and tables."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from caden.graphs import Graph
 
 @dataclass
 class Table:
-    """Cells as they are shown; the header is the columns' names."""
+    """Cells as they are shown; the column names are the header."""
 
     name: str
     title: str
@@ -21,7 +21,7 @@ class Table:
 
 @dataclass
 class Section:
-    """A heading and what stands under it."""
+    """A heading and its content."""
 
     title: str
     text: list[str] = field(default_factory=list)
@@ -36,12 +36,13 @@ class Report:
     title: str
     summary: list[str]
     sections: list[Section]
+    setting: dict[str, str] = field(default_factory=dict)  # what all runs share: data, graph, participation ...
     graph: Graph | None = None
     about: dict[str, str] = field(default_factory=dict)  # versions, machine, command
 
 
 def running_mean(history: pd.DataFrame) -> pd.DataFrame:
-    """The history with the mean of V over the rounds so far; rounds that were not recorded are interpolated."""
+    """Add the mean of V over the rounds so far; rounds that were not recorded are interpolated."""
     if "lyapunov" not in history or history["lyapunov"].isna().all():
         return history
     rounds = history["round"].to_numpy(int)

@@ -1,4 +1,4 @@
-"""A report of any runs: their directories in, figures and tables out."""
+"""Reports about any runs, from their directories."""
 
 import math
 import warnings
@@ -20,30 +20,31 @@ Runs = Mapping[str, Sequence[Record]]  # label -> records that differ in their s
 
 
 def load(paths: Sequence[Path]) -> list[Record]:
-    """The records of run directories; a folder of run directories stands for all of them."""
-    found = []
+    """Read run directories; a folder of run directories stands for all of them."""
+    records = []
     for path in paths:
         inside = sorted(p.parent for p in path.glob("*/versions.json"))
         if not inside and not (path / "versions.json").exists():
-            raise CadenError(f"{path} is not a run directory, and there is none in it.")
-        for place in inside or [path]:
+            raise CadenError(f"{path} is not a run directory, and contains none.")
+        for run_dir in inside or [path]:
             try:
-                found.append(RunDirectory(place).record())
+                records.append(RunDirectory(run_dir).record())
             except CadenError as error:
                 if not inside:
                     raise
                 warnings.warn(f"{error} It is left out.", stacklevel=2)
-    return list({record.path.resolve(): record for record in found}.values())
+    return list({record.path.resolve(): record for record in records}.values())
 
 
 def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Return a nested table with its keys joined by dots."""
+    flat: dict[str, Any] = {}
     for key, value in table.items():
-        found |= _flat(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
-    return found
+        flat |= _flat(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+    return flat
 
 
-_NOT_SAID = (
+_NOT_IN_LABELS = (
     "seed",
     "problem.seed",
     "graph.seed",
@@ -56,62 +57,97 @@ _NOT_SAID = (
 
 
 def labelled(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Group runs that differ only in their seed; a label is the method and what sets it apart from its namesakes."""
-    settings = [{k: v for k, v in _flat(r.config).items() if k not in _NOT_SAID} for r in records]
+    """Group runs that differ only in their seed; a label is the method and what distinguishes it from its namesakes."""
+    settings = [{k: v for k, v in _flat(r.config).items() if k not in _NOT_IN_LABELS} for r in records]
     names = [s.get("method.name", r.path.name) for s, r in zip(settings, records)]
-    found: dict[str, list[Record]] = {}
-    for mine, name, record in zip(settings, names, records):
-        same = [s for s, other in zip(settings, names) if other == name]
-        keys = sorted({k for s in same for k in s if s.get(k) != mine.get(k)})
+    groups: dict[str, list[Record]] = {}
+    for setting, name, record in zip(settings, names, records):
+        namesakes = [s for s, other in zip(settings, names) if other == name]
+        keys = sorted({k for s in namesakes for k in s if s.get(k) != setting.get(k)})
         short = [k.rpartition(".")[2] for k in keys]
         shown = [k if s == "name" or short.count(s) > 1 else s for k, s in zip(keys, short)]
-        said = [f"{s}={_short(mine[k])}" for k, s in zip(keys, shown) if k in mine]
-        found.setdefault(", ".join([name, *said]), []).append(record)
-    return found
+        differences = [f"{s}={_short(setting[k])}" for k, s in zip(keys, shown) if k in setting]
+        groups.setdefault(", ".join([name, *differences]), []).append(record)
+    return groups
 
 
 def of_runs(records: Sequence[Record], title: str, command: str = "") -> Report:
-    """Figures of every measure that the runs have, the table of what they reached, and their parameters."""
+    """Report on runs: figures of every measure, a table of results, and the parameters."""
     runs = labelled(records)
     lines = {label: [running_mean(r.history) for r in group] for label, group in runs.items()}
     targets = [r.summary["target"] for r in records if r.summary.get("target")]
-    tables = [results("results", "What the runs reached", runs)]
+    tables = [results("results", "Results", runs)]
     drawn = figures(lines, targets[0] if targets else None)
     sections = [Section("Results", [], drawn, tables), Section("Parameters", [], [], [parameters(runs)])]
-    return Report(title, summary(runs), sections, graph_of(records[0]), provenance(records, command))
+    graph = graph_of(records[0])
+    return Report(title, summary(runs), sections, setting(records, graph), graph, provenance(records, command))
+
+
+def setting(records: Sequence[Record], graph: Graph | None = None) -> dict[str, str]:
+    """Return what all runs share: data, partition, agents, graph, participation, local steps, rounds, target."""
+    configs = [r.config for r in records]
+    common: dict[str, str] = {}
+
+    def add(name: str, values: Sequence[Any], form: str = "") -> None:
+        texts = {_table_text(value) if form == "" else format(value, form) for value in values if value is not None}
+        if len(texts) == 1:
+            common[name] = texts.pop()
+
+    problems = [c.get("problem", {}) for c in configs]
+    add("data", [p.get("data", p.get("name")) for p in problems])
+    add("partition", [p.get("partition") for p in problems])
+    add("agents", [p.get("agents") for p in problems])
+    if graph is not None and len({str(c.get("graph")) for c in configs}) == 1:
+        common["graph"] = f"{graph.name}, {len(graph.edges)} edges"
+    for name in ("participation", "local_steps", "rounds"):
+        add(name.replace("_", " "), [c.get(name) for c in configs])
+    add("target", [c.get("target") for c in configs], ".0%")
+    return common
+
+
+def _table_text(value: Any) -> str:
+    """Return a value of a configuration as text: a table by its name and parameters."""
+    if not isinstance(value, dict):
+        return _short(value)
+    rest = ", ".join(f"{k} = {_short(v)}" for k, v in value.items() if k != "name")
+    return f"{value.get('name', '')} ({rest})" if rest else str(value.get("name", ""))
 
 
 def summary(runs: Runs) -> list[str]:
-    """Who wins at what, in sentences."""
-    said = []
+    """Say in sentences which method is best at what."""
+    sentences = []
     targets = sorted({r.summary["target"] for group in runs.values() for r in group if r.summary.get("target")})
     for target in targets:
-        mine = {label: group for label, group in runs.items() if all(r.summary.get("target") == target for r in group)}
+        groups = {
+            label: group for label, group in runs.items() if all(r.summary.get("target") == target for r in group)
+        }
         for column in EFFORTS:
-            took = {label: _mean(group, to_target(column)) for label, group in mine.items()}
-            order = sorted((v, k) for k, v in took.items() if math.isfinite(v))
+            costs = {label: _mean(group, to_target(column)) for label, group in groups.items()}
+            order = sorted((v, k) for k, v in costs.items() if math.isfinite(v))
             if not order:
-                said.append(f"No run reached {target:.0%} mean accuracy.")
+                sentences.append(f"No run reached {target:.0%} mean accuracy.")
                 break
             first = f"Fewest {COLUMNS[column].label} to {target:.0%}: {order[0][1]} with {order[0][0]:,.4g}"
             second = f"; next {order[1][1]} with {order[1][0]:,.4g} ({order[1][0] / order[0][0]:.2f} times)"
-            said.append(first + (second if len(order) > 1 and order[0][0] > 0 else "") + ".")
+            sentences.append(first + (second if len(order) > 1 and order[0][0] > 0 else "") + ".")
     best = sorted(((_mean(g, "best_accuracy"), label) for label, g in runs.items()), reverse=True)
     best = [(value, label) for value, label in best if math.isfinite(value)]
     if best:
-        said.append("Highest mean accuracy: " + ", ".join(f"{label} {value:.2%}" for value, label in best[:3]) + ".")
-    return said
+        sentences.append(
+            "Highest mean accuracy: " + ", ".join(f"{label} {value:.2%}" for value, label in best[:3]) + "."
+        )
+    return sentences
 
 
 def _mean(group: Sequence[Record], key: str) -> float:
-    """Mean over the seeds; infinite or not a number if one of them has none."""
+    """Return the mean over the seeds; infinite or NaN if one of them has no value."""
     values = [r.summary.get(key) for r in group]
     missing = math.nan if key == "best_accuracy" else math.inf
     return missing if any(v is None for v in values) else sum(float(v or 0) for v in values) / len(values)
 
 
 def results(name: str, title: str, runs: Runs, note: str = "") -> Table:
-    """A row per label: what the target took, the highest accuracy, the end."""
+    """Return one row per label: the cost of the target, the highest accuracy, the end."""
     rows = []
     for label, group in runs.items():
         end = group[0].summary
@@ -135,14 +171,14 @@ def results(name: str, title: str, runs: Runs, note: str = "") -> Table:
 
 
 def parameters(runs: Runs, name: str = "parameters") -> Table:
-    """The methods' own parameters, and the command that runs each again."""
+    """Return the methods' own parameters, and the command that runs each again."""
     rows = []
     for label, group in runs.items():
         config = group[0].config
-        said = ", ".join(f"{k}={_short(v)}" for k, v in _flat(config.get("method", {})).items() if k != "name")
+        values = ", ".join(f"{k}={_short(v)}" for k, v in _flat(config.get("method", {})).items() if k != "name")
         seeds = ", ".join(str(r.config.get("seed", 0)) for r in group)
-        again = f"caden run {group[0].path / 'config.toml'}" if config else "started from Python"
-        rows.append({"run": label, "parameters": said, "seeds": seeds, "command": again})
+        command = f"caden run {group[0].path / 'config.toml'}" if config else "started from Python"
+        rows.append({"run": label, "parameters": values, "seeds": seeds, "command": command})
     return Table(name, "Parameters", pd.DataFrame(rows))
 
 
@@ -151,20 +187,23 @@ def _short(value: Any) -> str:
 
 
 def graph_of(record: Record) -> Graph | None:
-    """The graph of a run that says which one it had."""
+    """Return the graph of a run, if its configuration names one."""
     agents, seed = record.config.get("problem", {}).get("agents"), record.config.get("seed", 0)
+    table = record.config.get("graph", {})
+    if ":" in str(table.get("name")):  # a report never runs code that a file names
+        return None
     try:
-        graph: Graph = make("graph", GRAPHS, record.config.get("graph", {}), agents=agents, seed=seed)
-    except (CadenError, TypeError):  # started from Python, or a function of the user's that is gone
+        graph: Graph = make("graph", GRAPHS, table, agents=agents, seed=seed)
+    except (CadenError, TypeError):  # started from Python, or made by a function that no longer exists
         return None
     return graph
 
 
 def provenance(records: Sequence[Record], command: str) -> dict[str, str]:
-    """Versions, machine and command."""
+    """Return the versions, the machine and the command."""
     versions = {k: v for k, v in records[0].versions.items() if k != "seed"}
     different = any({k: v for k, v in r.versions.items() if k != "seed"} != versions for r in records)
-    found = {"versions and machine": ", ".join(f"{k} {v}" for k, v in versions.items())}
+    entries = {"versions and machine": ", ".join(f"{k} {v}" for k, v in versions.items())}
     if different:
-        found["note"] = "The runs were not all made with the same versions on the same machine; these are the first's."
-    return found | ({"command": command} if command else {})
+        entries["note"] = "The runs used different versions or machines; these are the first run's."
+    return entries | ({"command": command} if command else {})

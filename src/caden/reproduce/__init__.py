@@ -1,4 +1,4 @@
-"""The paper's experiments as one command, and more: a plan of runs, and the page about them."""
+"""The paper's experiments and more in one command: a plan of runs, and the page about them."""
 
 from caden.reproduce._page import PARTS as PARTS
 from caden.reproduce._page import build as build

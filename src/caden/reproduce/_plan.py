@@ -1,18 +1,18 @@
-"""The paper's section 4 as a plan of runs, and what goes beyond it.
+"""A plan of runs: section 4 of the paper, and experiments beyond it.
 
-Setting "as in the paper". Published are the network (784-128-10 without biases, from d = 101,632), MNIST at random over
-20 agents, a random graph (37 edges, from the communication counts, all multiples of 74), 500 rounds, 5 local steps, the
-local training before round 0 and the accuracies and counts of Table 1. Not published are mu_z, mu_y, all step sizes,
-the mixing matrix, the activation, the memory of L-BFGS and whether gradients are full. These rules fill the gaps; they
-have one free number, c, and were fixed before anything was run with them:
+The setting "as in the paper". The paper gives the network (784-128-10 without biases, from d = 101,632), MNIST at
+random over 20 agents, a random graph (37 edges, from the communication counts, all multiples of 74), 500 rounds, 5
+local steps, the local training before round 0 and the accuracies and counts of Table 1. It does not give mu_z, mu_y,
+any step size, the mixing matrix, the activation, the memory of L-BFGS or whether gradients are full. The following
+rules fill the gaps. They have one free number, c, and were fixed before any run used them:
 
     L        the largest |change of gradient| / |change of x| of the local training, all agents, float64
     all      full gradients, ReLU, cross-entropy, pixels of zero mean and unit deviation, the same start
-    CADEN    mu_z = c L, mu_y = mu_z (the theorem's mu_y diverges), relax = 1/2; L-BFGS with 10 pairs, started afresh in
-             every round as Algorithm 1 says; c is fitted so that CADEN takes about the published 117 rounds to 93 %
+    CADEN    mu_z = c L, mu_y = mu_z (the theorem's mu_y diverges), relax = 1/2; L-BFGS with 10 pairs, restarted in
+             every round as in Algorithm 1; c is fitted to the published number: CADEN takes about 117 rounds to 93 %
     CADEN-GD the same mu_z and mu_y; 5 gradient steps of 1 / (L + mu_z d_i), the subproblem's own smoothness
-    ADAPD    1 / eta = mu_z times the mean degree, so that its subproblem is as stiff as CADEN's; 5 steps of 1 / (L +
-             1 / eta); Metropolis weights
+    ADAPD    1 / eta = mu_z times the mean degree, which makes its subproblem as stiff as CADEN's; 5 steps of
+             1 / (L + 1 / eta); Metropolis weights
     GT       ATC form, Metropolis weights, step 1 / L
     -Red     5 local steps in the first 100 rounds, then 1
 """
@@ -45,7 +45,7 @@ LEVELS = (0.8, 0.5, 0.2)
 
 
 class Scale(NamedTuple):
-    """How large the plan is."""
+    """The size of the plan."""
 
     data: str = "mnist"
     other: str = "fashion_mnist"
@@ -55,9 +55,9 @@ class Scale(NamedTuple):
     test_samples: int | None = None
     hidden: int = 128
     rounds: int = 500
-    short: int = 100  # rounds of what goes beyond the paper; also when "-Red" begins to save
-    wanted: int = 117  # rounds that CADEN is fitted to
-    start: float = 0.5  # the first c that is tried
+    short: int = 100  # rounds of the runs beyond the paper; also the round after which "-Red" does less local work
+    wanted: int = 117  # rounds to the target to which CADEN is fitted
+    start: float = 0.5  # the first c to try
     trials: int = 18
     trial_rounds: int = 20
     trial_samples: int = 12_000
@@ -85,7 +85,7 @@ QUICK = Scale(  # a tenth of the data and of the rounds, a quarter of the hidden
 
 
 class Plan:
-    """The parts of the reproduction; each gives {name: record} and asks the store for what it needs."""
+    """The parts of the reproduction; each returns {name: record} and gets its runs from the store."""
 
     def __init__(self, store: RunStore, scale: Scale = FULL):
         self.store, self.scale = store, scale
@@ -93,46 +93,46 @@ class Plan:
 
     @property
     def records(self) -> list[Record]:
-        """All runs asked for so far."""
+        """All runs requested so far."""
         return list(self.store.seen.values())
 
     def problem_of(self, part: str) -> dict[str, Any]:
-        """What a part changes in the problem."""
+        """Return the problem settings that a part changes."""
         if part == "fashion":
             return {"data": self.scale.other}
         return {"partition": {"name": "dirichlet", "alpha": 0.3}} if part == "skewed" else {}
 
     def base(self, rounds: int, **settings: Any) -> Experiment:
-        """The paper's problem, graph and start; settings as in an experiment's file."""
+        """Return the paper's problem, graph and start with `settings`, as in an experiment file."""
         size = {k: v for k in ("samples", "test_samples") if (v := getattr(self.scale, k)) is not None}
         size |= {} if self.scale.hidden == 128 else {"hidden": self.scale.hidden}
         problem = {"data": self.scale.data, **size, **settings.pop("problem", {})}
-        given = experiment().model_dump(exclude_defaults=True)
-        given["problem"] |= problem
+        table = experiment().model_dump(exclude_defaults=True)
+        table["problem"] |= problem
         return Experiment.model_validate(
-            {**given, "rounds": rounds, "target": self.scale.target, "record_every": 5, **settings}
+            {**table, "rounds": rounds, "target": self.scale.target, "record_every": 5, **settings}
         )
 
     # As in the paper.
 
     def smoothness(self) -> dict[str, float]:
-        """L by the local training: 20 steps of 0.1, and 10 of 1e-7 in float64 and in float32."""
+        """Estimate L along the local training: 20 steps of 0.1, then 10 of 1e-7, in float64 and in float32."""
         config = self.base(0)
         file = self.store.folder / f"smoothness-{digest(config)}.json"
         if not file.exists():
-            found: dict[str, float] = {}
+            estimates: dict[str, float] = {}
             for dtype in ("float64", "float32"):
                 problem, _ = self.store.build(config.model_copy(update={"dtype": dtype}))
                 _, ratios = descend(problem, start_point(problem), ((20, 0.1), (10, 1e-7)))
                 coarse, fine = (float(ratio.max()) for ratio in ratios)
-                found |= {f"20 steps of 0.1, {dtype}": coarse, f"10 steps of 1e-7, {dtype}": fine}
+                estimates |= {f"20 steps of 0.1, {dtype}": coarse, f"10 steps of 1e-7, {dtype}": fine}
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(found, indent=1) + "\n")
+            file.write_text(json.dumps(estimates, indent=1) + "\n")
         values: dict[str, float] = json.loads(file.read_text())
         return values
 
     def rules(self, c: float) -> dict[str, dict[str, Any]]:
-        """The methods' parameters as the module's text says."""
+        """Return the methods' parameters by the rules in the module's docstring."""
         L = max(v for k, v in self.smoothness().items() if "float64" in k)
         mu_z, descent = c * L, {"name": "gd", "curvature": L}
         return {
@@ -143,7 +143,7 @@ class Plan:
         }
 
     def fit(self) -> tuple[float, dict[float, int | None]]:
-        """The c that brings CADEN's rounds to the target near the published number, and what each c tried took."""
+        """Return the c that brings CADEN's rounds to the target nearest to `wanted`, and the rounds of each c tried."""
         wanted, c, tried = self.scale.wanted, self.scale.start, dict[float, int | None]()
         for _ in range(6):
             config = self.base(3 * wanted, method=self.rules(c)["CADEN"], stop_at_target=True)
@@ -157,13 +157,13 @@ class Plan:
         return min(tried, key=lambda c: abs(math.log((tried[c] or 3 * wanted) / wanted))), tried
 
     def fig1(self) -> dict[str, Record]:
-        """Fig. 1 a and b: CADEN, CADEN-GD, ADAPD and GT."""
+        """Run Fig. 1 a and b: CADEN, CADEN-GD, ADAPD and GT."""
         c, _ = self.fit()
         rules = self.rules(c)
         return self.store.run("fig 1:", {n: self.base(self.scale.rounds, method=m) for n, m in rules.items()})
 
     def fig2a(self) -> dict[str, Record]:
-        """Fig. 2 a: less local work after a while."""
+        """Run Fig. 2 a: less local work after the first rounds."""
         c, _ = self.fit()
         less = {"name": "switch", "first": 5, "then": 1, "at": self.scale.short}
         plans = {}
@@ -174,7 +174,7 @@ class Plan:
         return self.store.run("fig 2a:", plans)
 
     def fig2b(self) -> dict[str, Record]:
-        """Fig. 2 b: participation, with the dual rule that is exact and with the paper's."""
+        """Run Fig. 2 b: participation, with the exact and with the paper's dual rule."""
         c, _ = self.fit()
         method, rounds = self.rules(c)["CADEN"], self.scale.rounds
         plans = {"100 %": self.base(rounds, method=method)}
@@ -187,7 +187,7 @@ class Plan:
     # Tuned.
 
     def tuned(self, method: str, **problem: Any) -> Tuned:
-        """The parameters that the common budget finds, on held-out training samples."""
+        """Tune a method with the common budget, on held-out training samples."""
         scale = self.scale
         target = scale.other_target if problem.get("data") == scale.other else scale.target
         size = {"samples": scale.trial_samples, "validation": scale.validation}
@@ -200,7 +200,7 @@ class Plan:
     def with_tuned(
         self, names: dict[str, str], rounds: int, title: str, seed: int = 0, **problem: Any
     ) -> dict[str, Record]:
-        """Methods with their tuned parameters on the whole of a problem."""
+        """Run methods with their tuned parameters on the full problem."""
         target = self.scale.other_target if problem.get("data") == self.scale.other else self.scale.target
         plans = {}
         for name, method in names.items():
@@ -209,33 +209,33 @@ class Plan:
         return self.store.run(title, plans)
 
     def compare(self) -> dict[str, Record]:
-        """The paper's four methods, tuned, for as long as in the paper."""
+        """Run the paper's four methods, tuned, for as many rounds as in the paper."""
         return self.with_tuned(METHODS, self.scale.rounds, "tuned:")
 
     # Beyond the paper, all tuned.
 
     def seeds(self) -> dict[str, list[Record]]:
-        """Other data splits, graphs and starts."""
-        found: dict[str, list[Record]] = {name: [] for name in METHODS}
+        """Run with other data splits, graphs and starts."""
+        records: dict[str, list[Record]] = {name: [] for name in METHODS}
         for seed in self.scale.seeds:
             for name, record in self.with_tuned(METHODS, self.scale.short, f"seed {seed}:", seed).items():
-                found[name].append(record)
-        return found
+                records[name].append(record)
+        return records
 
     def fashion(self) -> dict[str, Record]:
-        """Fashion-MNIST."""
+        """Run on Fashion-MNIST."""
         return self.with_tuned(METHODS, self.scale.short, "fashion:", **self.problem_of("fashion"))
 
     def skewed(self) -> dict[str, Record]:
-        """Classes dealt unevenly: Dirichlet with parameter 0.3."""
+        """Run with classes spread unevenly: Dirichlet with parameter 0.3."""
         return self.with_tuned(METHODS, self.scale.short, "skewed:", **self.problem_of("skewed"))
 
     def rivals(self) -> dict[str, Record]:
-        """Methods that the paper does not compare with."""
+        """Run methods that the paper does not compare with."""
         return self.with_tuned({"CADEN": "caden", **RIVALS}, self.scale.short, "rivals:")
 
     def ablations(self) -> dict[str, dict[str, Record]]:
-        """One thing changed at a time, from CADEN as it was tuned."""
+        """Change one setting of tuned CADEN at a time."""
         best, short = {"name": "caden", **self.tuned("caden").parameters}, self.scale.short
         relax = {f"relax {r}": self.base(short, method={**best, "relax": r}) for r in (0.5, 0.7, 0.9)}
         fresh = {"name": "lbfgs", "carry": False}
@@ -255,7 +255,7 @@ class Plan:
 
 
 def _next(tried: dict[float, int | None], wanted: int) -> float:
-    """The next c to try: between the nearest ones on either side, by interpolation of the logarithms, else beyond."""
+    """Return the next c to try: interpolated on a log scale if c on both sides have been tried, else extrapolated."""
     rounds = {c: took or 3 * wanted for c, took in tried.items()}
     below = [c for c, took in rounds.items() if took < wanted]
     above = [c for c, took in rounds.items() if took >= wanted]

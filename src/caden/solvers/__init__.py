@@ -1,4 +1,4 @@
-"""Local solvers: what an agent does with its subproblem between two broadcasts."""
+"""Local solvers: how an agent works on its subproblem between two broadcasts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ SOLVERS: dict[str, Callable[..., LocalSolver]] = {
 
 
 def from_spec(spec: LocalSolver | str | dict[str, Any]) -> LocalSolver:
-    """A solver from itself, its name, or a table with `name` and parameters."""
+    """Return a solver from a solver, its name, or a table with `name` and parameters."""
     if isinstance(spec, LocalSolver):
         return spec
     table = {"name": "lbfgs", **spec} if isinstance(spec, dict) else {"name": spec}

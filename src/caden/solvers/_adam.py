@@ -1,4 +1,4 @@
-"""Adam on the subproblems (Kingma and Ba, ICLR 2015), started afresh in every round as DiNNO does."""
+"""Adam on the subproblems (Kingma and Ba, ICLR 2015), restarted in every round as in DiNNO."""
 
 import torch
 from torch import Tensor

@@ -1,5 +1,8 @@
-"""A local solve holds a dozen vectors per agent for a while. Many agents, or large models, are therefore solved in
-blocks: the memory for those vectors is that of a block, and a block's stay in the cache."""
+"""Local solves in blocks of agents.
+
+A local solve temporarily holds a dozen vectors per agent. Many agents, or large models, are therefore solved in blocks.
+Only one block's vectors then take memory, and they stay in the cache.
+"""
 
 from typing import Any
 
@@ -8,7 +11,7 @@ from torch import Tensor
 
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 
-NUMBERS = 1 << 21  # of x in a block; fewer agents at a time would cost more in calls than they save
+NUMBERS = 1 << 21  # numbers of x in a block; smaller blocks cost more in calls than they save
 
 
 class _Block(Problem):
@@ -19,18 +22,18 @@ class _Block(Problem):
         self.agents, self.dim, self.dtype, self.device = len(self._rows), problem.dim, problem.dtype, problem.device
         self.stochastic = problem.stochastic
 
-    def _named(self, x: Tensor, rows: Tensor | None) -> Tensor:
+    def _global_rows(self, x: Tensor, rows: Tensor | None) -> Tensor:
         return self._rows.to(x.device) if rows is None else rows + self._rows[0]
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._problem.value_and_grad(x, self._named(x, rows))
+        return self._problem.value_and_grad(x, self._global_rows(x, rows))
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        return self._problem.hvp(x, v, self._named(x, rows))
+        return self._problem.hvp(x, v, self._global_rows(x, rows))
 
 
 def in_blocks(solver: LocalSolver) -> LocalSolver:
-    """The same solver, on so many agents at a time; agents do not depend on each other within a round."""
+    """Return the same solver, on one block at a time; agents do not depend on each other within a round."""
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Any) -> Solved:
         size = max(1, NUMBERS // x.shape[1])
@@ -40,10 +43,10 @@ def in_blocks(solver: LocalSolver) -> LocalSolver:
         rejected, fallbacks, stalled = 0, 0, list[int]()
         for first in range(0, len(x), size):
             part = slice(first, min(first + size, len(x)))
-            mine = Objective(_Block(objective.problem, part), objective.slope[part], objective.rho[part])
-            given = type(memory)(*(field[part] for field in memory))
-            new[part], kept, info = solver.solve(mine, x[part], work[part], given)
-            for i, (before, after) in enumerate(zip(given, kept)):
+            block = Objective(_Block(objective.problem, part), objective.slope[part], objective.rho[part])
+            old_memory = type(memory)(*(field[part] for field in memory))
+            new[part], new_memory, info = solver.solve(block, x[part], work[part], old_memory)
+            for i, (before, after) in enumerate(zip(old_memory, new_memory)):
                 if after.data_ptr() == before.data_ptr():
                     continue  # changed in place
                 if fields[i] is memory[i]:

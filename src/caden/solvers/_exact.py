@@ -1,4 +1,4 @@
-"""Exact local solves for quadratics: the reference that the other solvers and the edge form are tested against."""
+"""Exact local solves for quadratics, the reference in the tests of the other solvers and the edge form."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def exact() -> LocalSolver:
         now = Iterate(objective, x, memory, work)
         rows = rows_where(work > 0)
         identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-        assert objective.problem.hessian is not None  # `init` has looked
+        assert objective.problem.hessian is not None  # checked by `init`
         hessian = take_rows(objective.problem.hessian, rows) + take_rows(now.rho, rows).unsqueeze(2) * identity
         p = -solve_rows(hessian, now.full_gradient(rows))
         now.move(rows, now.evaluate(rows, p), p)

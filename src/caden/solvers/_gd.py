@@ -12,8 +12,8 @@ from caden.solvers._iterate import Iterate, Memory, start
 def gd(step_size: float | None = None, curvature: float | None = None) -> LocalSolver:
     """`work[i]` steps v <- v - step_i grad h_i(v).
 
-    By default step_i = 1 / (rho_i + L_i), with L_i the largest curvature that the warm-up (else a few probing gradients
-    at the start) and the steps so far have met; `curvature` fixes L_i, `step_size` the step itself.
+    By default step_i = 1 / (rho_i + L_i), where L_i is the largest curvature met by the warm-up (otherwise by a few
+    probing gradients at the start) and by the steps so far. `curvature` fixes L_i, `step_size` fixes the step itself.
     """
     if step_size is not None:
         require_positive("step_size", step_size)

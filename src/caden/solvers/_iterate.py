@@ -1,7 +1,7 @@
-"""Where a batch of local solves stands, shared by the solvers.
+"""The current state of a batch of local solves, shared by the solvers.
 
 With h_i(v) = f_i(v) + slope_i.(v - x_i) + rho_i/2 |v - x_i|^2 (`core.Objective`), moving from x to x + p changes the
-slope of the proximal part by rho p, so that grad h = gradient + slope always holds at the current point.
+slope of the proximal part by rho p. So grad h = gradient + slope always holds at the current point.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from caden.core import Objective, Problem
 
 
 class Memory(NamedTuple):
-    """What every solver keeps between rounds."""
+    """What every solver stores between rounds."""
 
     value: Tensor  # (k,) f_i at x_i
     gradient: Tensor  # (k, d) its gradient
-    curvature: Tensor  # (k,) largest |grad f_i(u) - grad f_i(v)| / |u - v| met so far; 0 if nothing is known
+    curvature: Tensor  # (k,) largest |grad f_i(u) - grad f_i(v)| / |u - v| met so far; 0 if unknown
 
 
 def start(problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
-    """Evaluate f at x^0: the one gradient that a run pays beside its local steps."""
+    """Evaluate f at x^0: the only gradient of a run besides those of its local steps."""
     value, gradient = problem.value_and_grad(x)
     known = torch.zeros_like(value) if curvature is None else curvature.to(value)
     return Memory(value, gradient, known)
 
 
 class Trial(NamedTuple):
-    """What one evaluation at x + p tells."""
+    """The result of one evaluation at x + p."""
 
     point: Tensor  # (k', d)
     value: Tensor  # (k',) of f
@@ -41,16 +41,16 @@ class Trial(NamedTuple):
     change: Tensor  # (k',) h(x + p) - h(x); not a number if value or gradient is not finite
     curvature: Tensor  # (k',) |gradient_change| / |p|; 0 if that is not finite
 
-    def keep(self, good: Tensor) -> Trial:
-        """The rows where `good` holds."""
-        return Trial(*(part[good] for part in self))
+    def select(self, mask: Tensor) -> Trial:
+        """Return the rows where `mask` holds."""
+        return Trial(*(part[mask] for part in self))
 
 
 class Iterate:
-    """The current point of each agent; methods act on the given rows only."""
+    """The current point of each agent; methods act only on the given rows."""
 
     def __init__(self, objective: Objective, x: Tensor, memory: Memory, work: Tensor):
-        if objective.problem.stochastic:  # what is remembered is of another sample
+        if objective.problem.stochastic:  # the stored values belong to another sample
             rows = (work > 0).nonzero().flatten()
             value, gradient = objective.problem.value_and_grad(x[rows], rows)
             memory = memory._replace(
@@ -66,13 +66,13 @@ class Iterate:
         )
 
     def full_gradient(self, rows: Tensor | None) -> Tensor:
-        """grad h at the current points."""
+        """Return grad h at the current points."""
         return take_rows(self.gradient, rows) + take_rows(self.slope, rows)
 
     def safe_scale(self, rows: Tensor | None, g: Tensor) -> Tensor:
-        """(k', 1) step length 1 / (rho + L) along -g with the largest curvature known.
+        """Return the (k', 1) step length 1 / (rho + L) along -g, with L the largest curvature known.
 
-        While nothing is known of L, the step is no longer than x itself (or 1).
+        While L is unknown, the step is no longer than x itself (or 1).
         """
         known = take_rows(self.curvature, rows).unsqueeze(1)
         scale = 1 / (take_rows(self.rho, rows) + known)
@@ -84,18 +84,18 @@ class Iterate:
     def evaluate(self, rows: Tensor | None, p: Tensor) -> Trial:
         """Evaluate at x + p.
 
-        The proximal part of the change is computed in closed form; only f's own difference cancels.
+        The proximal part of the change is computed in closed form, so only the difference of f suffers cancellation.
         """
         point = take_rows(self.x, rows) + p
         value, gradient = self.problem.value_and_grad(point, rows)
         gradient_change, length = gradient - take_rows(self.gradient, rows), row_norms(p)
-        bent = row_norms(gradient_change)
+        distance = row_norms(gradient_change)
         change = value - take_rows(self.value, rows) + row_dots(take_rows(self.slope, rows), p)
-        change += take_rows(self.rho, rows).squeeze(1) * length**2 / 2 + 0 * bent
-        return Trial(point, value, gradient, gradient_change, length, change, (bent / length).nan_to_num(0, 0))
+        change += take_rows(self.rho, rows).squeeze(1) * length**2 / 2 + 0 * distance
+        return Trial(point, value, gradient, gradient_change, length, change, (distance / length).nan_to_num(0, 0))
 
     def move(self, rows: Tensor | None, trial: Trial, p: Tensor) -> None:
-        """Go to the point that was looked at, and remember the largest curvature met."""
+        """Move to the evaluated point and store the largest curvature met."""
         larger = torch.maximum(take_rows(self.curvature, rows), trial.curvature)
         self.curvature = larger if rows is None else self.curvature.index_copy(0, rows, larger)
         if rows is None:
@@ -103,4 +103,4 @@ class Iterate:
             self.slope.addcmul_(self.rho, p)
         else:
             self.x[rows], self.value[rows], self.gradient[rows] = trial.point, trial.value, trial.gradient
-            self.slope[rows] = torch.addcmul(self.slope[rows], self.rho[rows], p)  # to the bit as for all rows
+            self.slope[rows] = torch.addcmul(self.slope[rows], self.rho[rows], p)  # same bits as for all rows

@@ -1,4 +1,4 @@
-"""Newton steps by conjugate gradients on Hessian-vector products, for all agents at once."""
+"""Newton steps by conjugate gradients on Hessian-vector products, for all agents together."""
 
 from collections.abc import Callable
 
@@ -14,24 +14,24 @@ from caden.solvers._iterate import Iterate, Memory, start
 def conjugate_gradients(
     product: Callable[[Tensor], Tensor], right: Tensor, iterations: int = 50, tolerance: float = 1e-10
 ) -> Tensor:
-    """Solve A_i p_i = right_i for all rows at once, given v -> A v for symmetric A_i.
+    """Solve A_i p_i = right_i for all rows together, given v -> A v for symmetric A_i.
 
-    A row stops at a residual of `tolerance` times its right-hand side, or where the matrix turns out not to be positive
-    definite along the search direction: then with what it has, or with its right-hand side if that is nothing.
+    A row stops at a residual of `tolerance` times its right-hand side, or where its matrix is not positive definite
+    along the search direction. It then returns its current p_i, or its right-hand side if p_i is zero.
     """
     p, r = torch.zeros_like(right), right
     d, square = r.clone(), row_dots(r, r)
-    enough = tolerance**2 * square
+    target = tolerance**2 * square
     for _ in range(iterations):
         image = product(d)
-        curved = row_dots(d, image)
-        go = (square > enough) & (curved > 0)
-        if not bool(go.any()):
+        curvature = row_dots(d, image)
+        active = (square > target) & (curvature > 0)
+        if not bool(active.any()):
             break
-        length = torch.where(go, square / curved, 0).unsqueeze(1)
+        length = torch.where(active, square / curvature, 0).unsqueeze(1)
         p, r = p + length * d, r - length * image
-        new = torch.where(go, row_dots(r, r), square)
-        d = torch.where(go.unsqueeze(1), r + (new / square).unsqueeze(1) * d, d)
+        new = torch.where(active, row_dots(r, r), square)
+        d = torch.where(active.unsqueeze(1), r + (new / square).unsqueeze(1) * d, d)
         square = new
     return torch.where((p == 0).all(1, keepdim=True), right, p)
 
@@ -39,14 +39,14 @@ def conjugate_gradients(
 def damped_hessian(
     problem: Problem, x: Tensor, shift: Tensor | float, rows: Tensor | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """v -> (hess f_i(x_i) + shift_i I) v, row by row."""
+    """Return v -> (hess f_i(x_i) + shift_i I) v, row by row."""
     return lambda v: problem.hvp(x, v, rows) + shift * v
 
 
 def newton(eps: float = 0.0, iterations: int = 50, tolerance: float = 1e-10) -> LocalSolver:
     """`work[i]` steps v <- v - (hess f_i + (rho_i + eps) I)^-1 grad h_i(v), without a line search.
 
-    The systems are solved by at most `iterations` of conjugate gradients, to `tolerance` times the gradient.
+    The systems are solved by at most `iterations` conjugate-gradient iterations, to `tolerance` times the gradient.
     """
     require_integer("iterations", iterations, least=1)
     if require_number("eps", eps) < 0 or require_number("tolerance", tolerance) < 0:

@@ -1,4 +1,4 @@
-"""The paper's section 3 made executable, and what holds instead where it does not; the derivations: docs/theory.md."""
+"""Section 3 of the paper as code, and corrected results where it does not hold; derivations: docs/theory.md."""
 
 from caden.core import Verdict as Verdict
 from caden.curvature import curvature_bound as curvature_bound

@@ -1,4 +1,4 @@
-"""How fast local solvers converge."""
+"""The convergence rate of local solvers."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from caden.core import LocalSolver, Objective, Problem
 
 
 def local_rate(problem: Problem, x: Tensor, rho: Tensor, solver: LocalSolver, steps: int = 5) -> float:
-    """The paper's r: |grad h|^2 after tau local steps is at most r^tau times what it was; the worst over agents.
+    """Measure the paper's r, the largest over agents: tau local steps reduce |grad h|^2 to at most r^tau times itself.
 
-    Measured on the subproblems f_i(v) + rho_i/2 |v - x_i|^2 from x_i, with tau = `steps`; `rho` (k, 1) is mu_z d_i.
+    The subproblems are f_i(v) + rho_i/2 |v - x_i|^2, started at x_i, with tau = `steps`; `rho` (k, 1) is mu_z d_i.
     """
     work = torch.full((len(x),), steps, device=x.device)
     memory = solver.init(problem, x, None)

@@ -1,4 +1,4 @@
-"""Everything the theory says about one experiment, as plain data; `caden theory` prints it."""
+"""All theoretical results for one experiment, as plain data; `caden theory` prints them."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from caden.theory._paper import Facts, constants, corollary1, theorem1
 from caden.theory._rate import local_rate
 from caden.theory._stability import best_parameters, dual_limit, sampled_radius, spectral_radius
 
-_FLAT = (1.0, 0.1, 0.01)  # curvatures, in L, of the model where every H_i = h I
+_FLAT = (1.0, 0.1, 0.01)  # curvatures, in units of L, of the model with every H_i = h I
 
 
 def report(
@@ -29,7 +29,7 @@ def report(
     participation: np.ndarray | float = 1.0,
     tau: int = 5,
 ) -> dict[str, Any]:
-    """Facts about the graph, the problem at x (m, d) and CADEN's parameters, in tables of numbers."""
+    """Return facts about the graph, the problem at x (m, d) and CADEN's parameters, as tables of numbers."""
     step_y = mu_z if mu_y is None else mu_y
     p_min = float(np.min(participation))
     rho = mu_z * torch.from_numpy(graph.degrees.copy()).to(x).unsqueeze(1)
@@ -40,8 +40,8 @@ def report(
     L = float(curvature_bound(problem, x).max())
     facts = Facts.of(graph, L, mu_z, step_y, p_min, min(rates["lbfgs"], 1 - 1e-9), tau)
     low, high = graph.spectrum
-    opinion = examine(problem, graph, mu_z, step_y, relax, p_min < 1, near_exact=True)
-    found: dict[str, Any] = {
+    verdict = examine(problem, graph, mu_z, step_y, relax, p_min < 1, near_exact=True)
+    tables: dict[str, Any] = {
         "graph": {
             "agents": graph.agents,
             "edges": len(graph.edges),
@@ -57,23 +57,23 @@ def report(
         "corollary 1": corollary1(graph, L, p_min, min(rates["lbfgs"], 1 - 1e-9)),
         "stability": {
             "largest mu_y where f is flat": mu_z * dual_limit(graph, relax),
-            "verdict": opinion.refusal or opinion.warning or "nothing speaks against these parameters",
+            "verdict": verdict.refusal or verdict.warning or "no problem found with these parameters",
         },
     }
     for version in ("printed", "derived"):
         computed = constants(facts, version)
-        found[f"constants, {version}"] = computed._asdict() | {"bound follows": computed.bound_follows}
-    found["rate"] = _rate(problem, graph, x, L, mu_z, step_y, relax, participation)
-    found["recommended"] = _recommend(problem, graph, x, L)
-    return found
+        tables[f"constants, {version}"] = computed._asdict() | {"bound follows": computed.bound_follows}
+    tables["rate"] = _rate(problem, graph, x, L, mu_z, step_y, relax, participation)
+    tables["recommended"] = _recommend(problem, graph, x, L)
+    return tables
 
 
 def _hessians(problem: Problem, x: Tensor) -> np.ndarray | None:
-    """(m, d, d) Hessians at the mean of x, where they are small enough to build the one-round operator."""
+    """Return the Hessians (m, d, d) at the mean of x, or None if the one-round operator would be too large."""
     if problem.agents * problem.dim > DENSE:
         return None
-    at = x.mean(0).expand_as(x).contiguous()
-    return np.asarray(hessians(problem, at).double().cpu().numpy())
+    mean = x.mean(0).expand_as(x).contiguous()
+    return np.asarray(hessians(problem, mean).double().cpu().numpy())
 
 
 def _rate(
@@ -86,7 +86,7 @@ def _rate(
     relax: float,
     participation: np.ndarray | float,
 ) -> dict[str, Any]:
-    """Predicted factor per round, and rounds per decimal digit."""
+    """Return the predicted factor per round and the rounds per decimal digit."""
     H, table = _hessians(problem, x), {}
     models = {"linearised here": H} if H is not None else {}
     if H is None and graph.agents <= DENSE:
@@ -102,13 +102,14 @@ def _rate(
 
 
 def _recommend(problem: Problem, graph: Graph, x: Tensor, L: float) -> dict[str, Any]:
+    """Return the parameters with the smallest spectral radius, where it can be computed."""
     H = _hessians(problem, x)
     if H is None or float(np.linalg.eigvalsh(H.sum(0))[0]) <= 0:
         return {
             "mu_z": "auto",
             "relax": 0.5,
-            "why": "too large or not convex for the one-round operator; starts at 0.006 L / (mean degree), L from the "
-            "warm-up, and follows the residuals",
+            "why": "too large or not convex for the one-round operator; mu_z starts at 0.006 L / (mean degree), L from "
+            "the warm-up, and follows the residuals",
         }
     choice = best_parameters(H, graph)
-    return choice._asdict() | {"why": f"smallest spectral radius of a round, {choice.radius:.4f}, found by a search"}
+    return choice._asdict() | {"why": f"smallest spectral radius of a round, {choice.radius:.4f}, found by search"}

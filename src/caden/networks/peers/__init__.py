@@ -1,4 +1,4 @@
-"""Peers: one agent on one machine, links along the graph's edges, no server. Needs the extra `caden-opt[peers]`."""
+"""Peers: one agent per machine, links along the graph's edges, no server. Needs the extra `caden-opt[peers]`."""
 
 from caden.networks.peers.fleet import Fleet as Fleet
 from caden.networks.peers.fleet import certify as certify

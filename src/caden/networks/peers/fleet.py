@@ -1,4 +1,4 @@
-"""A fleet: an experiment file with a table `[fleet]` that says where its agents listen and how they work together."""
+"""Fleets: experiment files with a table `[fleet]` that sets where the agents listen and how they work together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODES = ("free", "lockstep")
 
 
 class FleetFile(Protocol):
-    """What of an experiment a fleet depends on."""
+    """The parts of an experiment that a fleet depends on."""
 
     fleet: dict[str, Any]
     rounds: int
@@ -30,7 +30,7 @@ class FleetFile(Protocol):
 
 
 class Fleet(BaseModel):
-    """The table `[fleet]`; times are in seconds."""
+    """The table `[fleet]`. Times are in seconds."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -38,57 +38,55 @@ class Fleet(BaseModel):
     endpoints: list[str]  # where agent i listens, "tcp/HOST:PORT" or "tls/HOST:PORT"
     mode: str = "free"  # or "lockstep": exact rounds, as in the simulator
     certificates: str = ""  # folder with ca.pem, agent-I.pem and agent-I.key; needed for tls
-    pace: float = 0.05  # free: without news from anybody, the next step begins after so long
-    forget: float = 30.0  # free: a neighbour that is silent for so long does not count until it speaks again
-    patience: float = (
-        60.0  # lockstep: a neighbour that is silent for so long ends the run; also: longest stay at the end
-    )
-    seconds: float | None = None  # time limit of a run; in lockstep all end in the same round
-    calm: int = 20  # free: sweeps over all neighbours with changes below `tolerance`, before an agent counts as done
-    clip: float | None = None  # free: longest change, in Euclidean norm, that a neighbour's message may make
+    pace: float = 0.05  # free: if no new row arrives, the next step begins after this time
+    forget: float = 30.0  # free: a neighbour that is silent for this long does not count until it is heard again
+    patience: float = 60.0  # lockstep: a neighbour silent for this long ends the run; both: longest stay at the end
+    seconds: float | None = None  # time limit of a run; in lockstep all agents end in the same round
+    calm: int = 20  # free: sweeps over all neighbours with changes below `tolerance` before an agent is done
+    clip: float | None = None  # free: largest change, in Euclidean norm, that a neighbour's message may make
 
     @classmethod
     def of(cls, config: FleetFile) -> Fleet:
-        """The checked table of an experiment."""
+        """Return the checked table of an experiment."""
         if not config.fleet:
-            raise CadenError("The file has no table [fleet]; `caden fleet init` writes one.")
+            raise CadenError("The file has no table `[fleet]`; `caden fleet init` writes one.")
         try:
-            found = cls.model_validate(config.fleet)
+            fleet = cls.model_validate(config.fleet)
         except ValidationError as error:
             first = error.errors()[0]
             raise CadenError(f"`fleet.{first['loc'][0]}`: {first['msg']}, got {first['input']!r}.") from None
-        require_choice("mode", found.mode, MODES)
+        require_choice("mode", fleet.mode, MODES)
         for key in ("pace", "forget", "patience", "seconds", "clip"):
-            if getattr(found, key) is not None:
-                require_positive(f"fleet.{key}", getattr(found, key))
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", found.name):
-            raise CadenError(f"`fleet.name` must be a plain word, got {found.name!r}.")
-        require_integer("fleet.calm", found.calm, least=1), require_integer("rounds", config.rounds)
+            if getattr(fleet, key) is not None:
+                require_positive(f"fleet.{key}", getattr(fleet, key))
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", fleet.name):
+            raise CadenError(f"`fleet.name` must be a plain word, got {fleet.name!r}.")
+        require_integer("fleet.calm", fleet.calm, least=1), require_integer("rounds", config.rounds)
         require_integer("record_every", config.record_every, least=1)
         if config.tolerance is not None:
             require_positive("tolerance", config.tolerance)
-        if found.mode == "free" and config.participation != 1.0:
-            raise CadenError("Free-running peers sleep when they like: `participation` belongs to lockstep.")
+        if fleet.mode == "free" and config.participation != 1.0:
+            raise CadenError("`participation` works only in lockstep: free-running peers sleep when they like.")
         if config.messages or config.links != 1.0:
-            raise CadenError("`messages` and `links` model a network; on a real one they are not for us to choose.")
-        return found
+            raise CadenError("`messages` and `links` simulate a network and cannot be set for a real one: remove them.")
+        return fleet
 
     def hosted_agents(self, graph: Graph, agent: int) -> list[int]:
-        """Does the table fit the graph? If so, what this process hosts."""
+        """Check that the table fits the graph, and return the agents that this process hosts."""
         if len(self.endpoints) != graph.agents:
             raise CadenError(f"`fleet.endpoints` has {len(self.endpoints)} entries for {graph.agents} agents.")
         if not 0 <= agent < graph.agents:
             raise CadenError(f"`--agent` must lie in 0..{graph.agents - 1}, got {agent}.")
         for endpoint in self.endpoints:
             if not re.fullmatch(r"(tcp|tls)/[^\s/]+:\d{1,5}", endpoint):
-                raise CadenError(f"`fleet.endpoints` takes tcp/HOST:PORT or tls/HOST:PORT, got {endpoint!r}.")
+                raise CadenError(f"`fleet.endpoints` must be tcp/HOST:PORT or tls/HOST:PORT, got {endpoint!r}.")
             if endpoint.startswith("tls/") != bool(self.certificates):
-                raise CadenError("Endpoints with tls/ and `fleet.certificates` belong together.")
+                raise CadenError(f"`fleet.certificates` must be set exactly for tls/ endpoints, got {endpoint!r}.")
         return [agent]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody uses now."""
+    """Return ports of this machine that are currently unused."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:
@@ -100,9 +98,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def certify(folder: Path, hosts: list[str], days: int = 365) -> None:
-    """A private certificate authority and a certificate per agent, named agent-I, for the host it listens on.
+    """Create a private certificate authority and one certificate per agent, named agent-I, for the host it listens on.
 
-    The authority's key is not kept: nobody can be added later, and nothing has to be guarded but the agents' keys.
+    The authority's key is discarded: no agent can be added later, and only the agents' own keys must be kept secret.
     """
     try:
         from cryptography import x509
@@ -133,11 +131,11 @@ def certify(folder: Path, hosts: list[str], days: int = 365) -> None:
             name: Any = x509.IPAddress(ipaddress.ip_address(host))
         except ValueError:
             name = x509.DNSName(host)
-        signed = sign(f"agent-{agent}", key, [x509.SubjectAlternativeName([name]), usage])
-        (folder / f"agent-{agent}.pem").write_bytes(signed)
-        secret = key.private_bytes(
+        certificate = sign(f"agent-{agent}", key, [x509.SubjectAlternativeName([name]), usage])
+        (folder / f"agent-{agent}.pem").write_bytes(certificate)
+        private_key = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         path = folder / f"agent-{agent}.key"
         path.touch(mode=0o600)
-        path.write_bytes(secret)
+        path.write_bytes(private_key)
