@@ -15,7 +15,7 @@ import numpy as np
 
 import caden
 from caden import data, graphs, methods, problems, theory
-from caden.engine.run import start_point, warm_up
+from caden.engine.warmup import start_point, warm_up
 
 WARMUP = {"steps": 20, "step_size": 0.1}
 LIKELY_FIRST = [6, 5, 7, 8, 4, 9, 3, 2, 10, 1, 0, 11]  # the best so far limits the rounds of the others
@@ -49,13 +49,13 @@ def cases(mnist: bool) -> Iterator[Case]:
             graphs.star(m),
             graphs.complete(m),
         )
-        graph, found = kinds[int(rng.integers(0, 5))], problems.quadratic(m, d, seed=i, condition=condition)
+        graph, problem = kinds[int(rng.integers(0, 5))], problems.quadratic(m, d, seed=i, condition=condition)
         if i % 3 == 0:  # nearly the same function at all agents
-            found = problems.quadratics(
-                *(0.1 * part + 0.9 * part.mean(0, keepdim=True) for part in (found.hessian, found.linear))
+            problem = problems.quadratics(
+                *(0.1 * part + 0.9 * part.mean(0, keepdim=True) for part in (problem.hessian, problem.linear))
             )
         alike = ", alike" if i % 3 == 0 else ""
-        yield Case(f"quadratic, {m} agents, d = {d}, condition {condition:.0f}{alike}, {graph.name}", found, graph)
+        yield Case(f"quadratic, {m} agents, d = {d}, condition {condition:.0f}{alike}, {graph.name}", problem, graph)
     yield Case("logistic, odd digits, iid", odd_digits("iid"), er)
     yield Case("logistic, odd digits, Dirichlet 0.3", odd_digits({"name": "dirichlet", "alpha": 0.3}), er)
     make = problems.PROBLEMS["classification"]
@@ -95,9 +95,9 @@ def main() -> None:
         tolerance = 1e-9 * float(case.problem.value_and_grad(x)[1].sum(0).norm() ** 2)
         grid, best, where = np.logspace(-3, 1, 12), case.most, None
         for i in LIKELY_FIRST:
-            found = rounds_to(case, float(grid[i] * L / case.graph.degrees.mean()), best, tolerance)
-            if found is not None and (found < best or where is None):
-                best, where = found, grid[i]
+            rounds = rounds_to(case, float(grid[i] * L / case.graph.degrees.mean()), best, tolerance)
+            if rounds is not None and (rounds < best or where is None):
+                best, where = rounds, grid[i]
         auto = rounds_to(case, "auto", 4 * best, tolerance)
         ratio = "-" if auto is None else f"{auto / best:.2f}"
         print(f"| {case.name} | {best} | {'-' if where is None else f'{where:.2g}'} | {auto} | {ratio} |", flush=True)

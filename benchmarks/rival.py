@@ -72,7 +72,8 @@ def answer(folder: Path) -> None:
 def compare(python: str, rounds: int, repeats: int, only: str) -> None:
     import torch
 
-    from caden import bench, graphs, methods
+    from caden import graphs, methods
+    from caden.experiments import bench
 
     ours = {"gt": methods.gt(STEP, form="semi_b"), "lt_admm": methods.lt_admm(STEP, BETA, rho=1.0, alpha=0.5)}
     for name, (make, size, _) in bench.CASES.items():
@@ -87,8 +88,8 @@ def compare(python: str, rounds: int, repeats: int, only: str) -> None:
             labels = np.tile(np.arange(size[1]) % 2.0, (size[0], 1))
             features = problem.signed.numpy() * (2 * labels - 1)[:, :, None]
         turns = min(rounds, 5) if hidden else rounds  # decent-bench's LT-ADMM on networks slows down over the rounds
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
             np.savez(folder / "problem.npz", features=features, labels=labels, start=start.numpy(), hidden=hidden)
             command = [python, __file__, "--answer", str(folder)]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -106,8 +107,8 @@ def compare(python: str, rounds: int, repeats: int, only: str) -> None:
                         for _ in range(turns):
                             run()
                         mine = time.perf_counter() - began
-                        apart = float(np.abs(run.state.x.numpy() - np.load(folder / "x.npy")).max())
-                        moved = float((run.state.x - start).abs().max())
+                        apart = float(np.abs(run.x.numpy() - np.load(folder / "x.npy")).max())
+                        moved = float((run.x - start).abs().max())
                         if not apart < (1e-9 if problem.dtype == torch.float64 else 1e-3) * moved:
                             raise SystemExit(f"{name}, {label}: iterates moved {moved:.1e} and differ by {apart:.1e}.")
                         if repeat:  # the first repeat warms up both sides

@@ -16,7 +16,7 @@ import statistics
 import time
 from typing import Any
 
-from caden.engine.run import start_point, warm_up
+from caden.engine.warmup import start_point, warm_up
 from caden.experiments.config import experiment
 
 CADEN = "CADEN, default parameters"
@@ -53,21 +53,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--also", action="store_true")
-    given = parser.parse_args()
-    cases = {CADEN: [], **RIVALS, **(OTHERS if given.also else {})}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
-    for _ in range(given.repeats):
+    arguments = parser.parse_args()
+    cases = {CADEN: [], **RIVALS, **(OTHERS if arguments.also else {})}
+    runs_of: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+    for _ in range(arguments.repeats):
         for name, settings in cases.items():
-            found[name].append(once(settings))
+            runs_of[name].append(once(settings))
     print(f"{'':30}{'rounds':>8}{'communications':>16}{'gradients':>11}{'time over CADEN':>20}")
-    for name, runs in found.items():
-        ratios = [r["all_seconds"] / c["all_seconds"] for r, c in zip(runs, found[CADEN])]
+    for name, runs in runs_of.items():
+        ratios = [r["all_seconds"] / c["all_seconds"] for r, c in zip(runs, runs_of[CADEN])]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})"
         row = runs[0]
         rounds = row["rounds_to_target"] or "never"
         print(f"{name:30}{rounds!s:>8}{row['communications']:>16,.0f}{row['gradients']:>11,}{spread:>20}")
     for name in RIVALS:
-        mine, theirs = found[CADEN], found[name]
+        mine, theirs = runs_of[CADEN], runs_of[name]
         vectors = mine[0]["communications"] / theirs[0]["communications"]
         seconds = statistics.median(c["all_seconds"] / r["all_seconds"] for c, r in zip(mine, theirs))
         print(

@@ -38,6 +38,13 @@ def test_examples_run_and_are_short(path, tmp_path):
     assert done.stdout.strip()
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.py")), ids=lambda p: p.stem)
+def test_benchmarks_start(path, tmp_path):
+    """They import what exists."""
+    command = [sys.executable, str(path), "--help"]
+    assert "usage:" in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+
 def code_blocks(name):
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 

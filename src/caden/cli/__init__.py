@@ -15,7 +15,7 @@ from caden.cli import fleet, run, study
 from caden.errors import CadenError, RunError
 from caden.launcher import launched
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)  # plain help is faster
 
 
 def _print_version(wanted: bool) -> None:

@@ -5,6 +5,6 @@ from typing import Annotated
 
 import typer
 
-File = Annotated[Path | None, typer.Argument(metavar="[EXPERIMENT.toml]", help="Experiment; the built-in one if none.")]
+File = Annotated[Path | None, typer.Argument(metavar="EXPERIMENT.toml", help="Experiment; the built-in one if none.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

@@ -28,9 +28,7 @@ class _RunByDefault(TyperGroup):
         return super().resolve_command(ctx, args if args[0] in self.commands else ["run", *args])
 
 
-fleet_app = typer.Typer(
-    cls=_RunByDefault, no_args_is_help=True, help="A fleet of peers: `caden fleet FLEET.toml`, `caden fleet init`."
-)
+fleet_app = typer.Typer(cls=_RunByDefault, no_args_is_help=True, help="Start a fleet of peers, or write its file.")
 
 
 def peer(
@@ -73,7 +71,7 @@ def _status_line(status: dict[str, Any]) -> str:
 
 @fleet_app.command()
 def init(
-    file: Annotated[Path, typer.Argument(metavar="[FLEET.toml]")] = Path("FLEET.toml"),
+    file: Annotated[Path, typer.Argument(metavar="FLEET.toml")] = Path("FLEET.toml"),
     agents: Annotated[int, typer.Option(help="How many agents.")] = 6,
     graph: Annotated[str, typer.Option(help="Name of a graph.")] = "ring",
     lockstep: Annotated[
@@ -177,7 +175,7 @@ def _table(title: str, states: list[dict[str, Any]], processes: list[subprocess.
 
 
 def replay_fleet(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the fleet.")]) -> None:
-    """Run a free-running fleet again from its logs, in this process, and compare the bits."""
+    """Repeat a free-running fleet from its logs. Runs in this process and compares the bits."""
     from caden.experiments.replay import replay
 
     results = replay(folder)

@@ -18,7 +18,10 @@ BENCHMARKS = ("many", "paper", "small")
 
 
 def theory(file: File = None, settings: Settings = None, as_json: Json = False) -> None:
-    """Report what theory predicts for an experiment: conditions, constants, stability, rate, a recommendation."""
+    """Report what theory predicts for an experiment.
+
+    Conditions, constants, stability, rate and a recommendation.
+    """
     from caden.cli import show
     from caden.experiments.config import experiment
     from caden.experiments.theory import theory_report
@@ -49,7 +52,7 @@ def tune(
 
 
 def reproduce(
-    parts: Annotated[list[str] | None, typer.Argument(metavar="[PART...]", help="fig1, fig2, table1 ... all.")] = None,
+    parts: Annotated[list[str] | None, typer.Argument(metavar="PART", help="fig1, fig2, table1 ... all.")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A tenth of the data and of the rounds, and a small network.")
     ] = False,
@@ -58,7 +61,7 @@ def reproduce(
     ),
     jobs: Jobs = JOBS,
 ) -> None:
-    """Run the paper's experiments and more, and write a page about them."""
+    """Run the paper's experiments and more. Write a page about them."""
     from rich.console import Console
 
     from caden import report, reproduce
@@ -79,11 +82,11 @@ def reproduce(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or folders of them.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, or folders of them.")],
     out: Annotated[Path, typer.Option(help="Folder for the page and its files.")] = Path("report"),
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Decentralized runs",
 ) -> None:
-    """Write a page about runs: figures, tables and parameters, also as files."""
+    """Write a page about runs. Its figures and tables are also written as files."""
     from caden import report as reports
     from caden.cli import show
 
@@ -92,22 +95,23 @@ def report(
 
 
 def list_(
-    kind: Annotated[str, typer.Argument(metavar="[KIND]", help=f"One of {', '.join(KINDS)}.")] = "all",
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}.")] = "all",
     measured: Annotated[bool, typer.Option("--check", help="With methods: measure which reach the minimiser.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List methods, problems, graphs, solvers, schedules, partitions or data."""
+    """List methods, problems, graphs, solvers and more."""
     kinds = KINDS if kind == "all" else (require_choice("kind", kind, KINDS),)
     if measured and kind != "methods":
         raise CadenError("`--check` belongs to `caden list methods`.")
-    from caden.cli import show
-
     if not measured:
-        show.listing(kinds, as_json)
+        from caden.cli.listing import listing
+
+        listing(kinds, as_json)
         return
     from rich.console import Console
     from rich.progress import track
 
+    from caden.cli import show
     from caden.experiments.method_check import measure_methods
     from caden.methods import METHODS
 
@@ -123,7 +127,7 @@ def bench(
     history: Annotated[Path, typer.Option(help="File that keeps all measurements.")] = Path("runs/bench.jsonl"),
     as_json: Json = False,
 ) -> None:
-    """Measure speed on this machine, as ratios to the hardware's limit and to hand-written loops."""
+    """Measure speed as ratios. They compare with the hardware's limit and with hand-written loops."""
     names = [require_choice("part", part, BENCHMARKS) for part in parts or BENCHMARKS]
     require_integer("repeats", repeats, least=1)
     from caden.cli import show
@@ -144,7 +148,7 @@ def data_list() -> None:
     show.datasets()
 
 
-def data_fetch(names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of data sets.")]) -> None:
+def data_fetch(names: Annotated[list[str], typer.Argument(metavar="NAME", help="Names of data sets.")]) -> None:
     """Download data sets and verify them."""
     from caden import data
     from caden.cli import show

@@ -53,8 +53,8 @@ class Measure(NamedTuple):
 class Rounds:
     """A method in the middle of a run; a call runs one more round and returns its seconds."""
 
-    def __init__(self, method: Method, problem: Problem, graph: Graph):
-        self.run, start = prepare(method, problem, graph)
+    def __init__(self, method: Method, problem: Problem, graph: Graph, x0: Tensor | None = None):
+        self.run, start = prepare(method, problem, graph, x0=x0)
         self.run.begin(start)
 
     def __call__(self) -> float:
