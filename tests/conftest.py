@@ -61,6 +61,11 @@ def scheduled(awake):
     return lambda round, draw: awake[round]
 
 
+def newest(run_dir):
+    """The file of the newest checkpoint of a run directory."""
+    return max(run_dir.glob("checkpoint.*.safetensors"), key=lambda path: int(path.name.split(".")[1]))
+
+
 def distance(method, problem, graph, rounds, enough=0.0, **options):
     """Relative distance from the minimiser after so many rounds, or once it is below `enough`."""
 

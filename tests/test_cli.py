@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from caden import CadenError
 from caden.experiments.config import experiment
 from caden.methods import METHODS
+from conftest import newest
 
 QUICK = ["--set", "rounds=3", "--set", "problem.agents=5", "--set", "graph.name=ring", "--set", "warmup.steps=2"]
 SMALL = 'rounds = {rounds}\n[problem]\nname = "quadratic"\nagents = 6\ndim = 3\n[graph]\nname = "ring"\n{extra}'
@@ -259,12 +261,21 @@ def test_existing_directory_and_finished_run(call, tmp_path):
 def test_corrupted_checkpoint(call, tmp_path):
     assert call("run", *QUICK, "--out", "here", "--set", "checkpoint_every=1")[0] == 0
     (tmp_path / "here/weights.safetensors").unlink()
-    path = tmp_path / "here/checkpoint.safetensors"
+    expected = (tmp_path / "here/metrics.csv").read_bytes()
+    path = newest(tmp_path / "here")
     path.write_bytes(path.read_bytes()[:-3])
+    resumed = caden("resume", "here", cwd=tmp_path)
+    assert resumed.returncode == 0
+    assert "damaged" in resumed.stderr and "Continuing from round 2 instead of 3" in resumed.stderr
+    assert resumed.stderr.count("\n") == 1
+    drop = re.compile(rb"(?<=\n)(\d+),[^,]*,")  # the seconds
+    assert drop.sub(rb"\1,", (tmp_path / "here/metrics.csv").read_bytes()) == drop.sub(rb"\1,", expected)
+    (tmp_path / "here/weights.safetensors").unlink()
+    for path in (tmp_path / "here").glob("checkpoint.*"):
+        path.write_bytes(path.read_bytes()[:-3])
     code, _, err = call("resume", "here")
     assert code == 2
-    assert "damaged" in err
-    assert err.count("\n") == 1
+    assert "damaged" in err and "delete" not in err and err.count("\n") == 1
 
 
 def test_divergence_is_exit_code_1_with_the_history_kept(call, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -139,6 +141,30 @@ def test_the_command_with_processes_refuses_in_one_line(tmp_path):
     assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("faults", [[], ["participation=0.5"], ["method.name=radmm", "participation=0.6"]], ids=str)
+def test_a_run_can_be_resumed_by_any_number_of_processes(tmp_path, faults):
+    """The parts of a checkpoint are dealt anew: 3 processes, then 1, then 2, end in the bytes of one run."""
+    settings = [part for setting in ("rounds=8", *faults) for part in ("--set", setting)]
+    whole, out = tmp_path / "whole", tmp_path / "parts"
+    assert caden("run", "--out", str(whole), *settings).returncode == 0
+    for rounds, processes in ((3, 3), (5, 1), (8, 2)):
+        text = (out / "config.toml").read_text() if out.exists() else ""
+        if text:
+            (out / "config.toml").write_text(re.sub(r"rounds = \d+", f"rounds = {rounds}", text))
+            (out / "weights.safetensors").unlink()
+            command = [sys.executable, "-m", "caden", "resume", str(out), "--processes", str(processes)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+        else:
+            first = [*settings, "--set", f"rounds={rounds}", "--set", "checkpoint_every=1"]
+            done = caden("run", "--out", str(out), "--processes", str(processes), *first)
+        assert done.returncode == 0, done.stderr
+    assert (out / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
+    columns = ["communications", "bytes", "gradients", "relative_error", "dual_sum"]
+    ours, theirs = (pd.read_csv(run / "metrics.csv")[columns] for run in (out, whole))
+    pd.testing.assert_frame_equal(ours, theirs)
+
+
 @pytest.mark.slow
 def test_a_killed_rank_comes_back_and_ends_in_the_same_bytes(tmp_path):
     """torchrun --max-restarts: one of 4 ranks is killed at a random moment, five times over."""
@@ -156,7 +182,7 @@ def test_a_killed_rank_comes_back_and_ends_in_the_same_bytes(tmp_path):
         job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         try:
             for _ in range(1200):
-                if (out / "checkpoint.json").exists():
+                if len(list(out.glob("checkpoint.*.safetensors"))) >= 4:
                     break
                 time.sleep(0.05)
             time.sleep(float(np.random.default_rng(attempt).uniform(0, 1.5)))

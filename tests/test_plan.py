@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from caden.engine import history
+from caden.engine import run_directory
 from caden.errors import CadenError, Interrupted
 from caden.experiments.config import experiment
 from caden.experiments.store import RunStore, digest
@@ -47,7 +47,7 @@ def test_an_interrupted_run_goes_on_in_the_same_bytes(tmp_path, monkeypatch):
     config = small("rounds=6", "checkpoint_every=2", "problem.execution=loop")
     whole = RunStore(tmp_path / "whole").run("t", {"a": config})["a"]
     store, calls = RunStore(tmp_path / "part"), []
-    append = history.RunDirectory.append
+    append = run_directory.RunDirectory.append
 
     def fail(self, row):
         calls.append(row)
@@ -55,7 +55,7 @@ def test_an_interrupted_run_goes_on_in_the_same_bytes(tmp_path, monkeypatch):
             raise Interrupted("as if the power went")
         append(self, row)
 
-    monkeypatch.setattr(history.RunDirectory, "append", fail)
+    monkeypatch.setattr(run_directory.RunDirectory, "append", fail)
     with pytest.raises(Interrupted):
         store.run("t", {"a": config})
     monkeypatch.undo()
@@ -79,10 +79,10 @@ def test_damaged_directories_are_one_clear_line(tmp_path):
     record = RunStore(tmp_path).run("t", {"a": small("rounds=1")})["a"]
     (record.path / "versions.json").write_text("{")
     with pytest.raises(CadenError, match="damaged"):
-        history.RunDirectory(record.path).record()
+        run_directory.RunDirectory(record.path).record()
     shutil.rmtree(record.path)
     with pytest.raises(CadenError, match="not a run directory"):
-        history.RunDirectory(record.path).record()
+        run_directory.RunDirectory(record.path).record()
 
 
 def test_several_processes_leave_the_same_runs(tmp_path):

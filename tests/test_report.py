@@ -143,7 +143,7 @@ def test_participation_is_drawn_with_both_dual_rules(tiny):
 
 
 def test_the_papers_own_numbers_confirm_the_papers_order():
-    from caden.engine.history import Record
+    from caden.engine.run_directory import Record
     from caden.reproduce._page import _pairs, _verdict
 
     def runs(rounds):

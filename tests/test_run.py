@@ -17,6 +17,7 @@ import caden
 from caden import CadenError, Diverged, Info, Interrupted, Method
 from caden.engine.metrics import consensus, lyapunov, relative_error
 from caden.engine.warmup import Warmup
+from conftest import newest
 
 
 @pytest.fixture
@@ -223,7 +224,9 @@ def test_run_directory_holds_everything(small, tmp_path):
         "config.toml",
         "versions.json",
         "metrics.csv",
-        "checkpoint.safetensors",
+        "graph.json",
+        ".lock",
+        "checkpoint.25.0of1.safetensors",
         "weights.safetensors",
         "summary.json",
         "curves.png",
@@ -344,7 +347,7 @@ def test_resume_from_any_checkpoint_is_the_same_run(small, tmp_path, participati
 def test_damaged_checkpoints_are_refused(small, tmp_path):
     method = caden.methods.caden(mu_z=1.0)
     caden.simulate(method, *small, rounds=25, directory=tmp_path / "r")
-    path = tmp_path / "r" / "checkpoint.safetensors"
+    path = newest(tmp_path / "r")
     good = path.read_bytes()
     for bad in (good[:-9], good[:-1] + bytes([good[-1] ^ 1]), b"", b"not a checkpoint"):
         path.write_bytes(bad)

@@ -3,6 +3,7 @@
 A command imports what it needs when it is called, so that help and usage errors do not wait for torch.
 """
 
+import os
 import sys
 import warnings
 from typing import Annotated, NoReturn
@@ -44,7 +45,7 @@ def main() -> None:
         sys.path.insert(0, "")  # modules in the current directory can be named in a file
     keep_freed_memory()
     try:
-        sys.exit(app(prog_name="caden", standalone_mode=False))
+        _exit(app(prog_name="caden", standalone_mode=False) or 0)
     except (CadenError, RunError) as error:
         _end(str(error), 2 if isinstance(error, CadenError) else 1)
     except (RuntimeError, MemoryError) as error:
@@ -55,12 +56,20 @@ def main() -> None:
         _refuse_usage(error)
 
 
+def _exit(code: int) -> NoReturn:
+    """End the process; a rank of a job at once, since threads of torch.distributed can abort an orderly end."""
+    if launched() is not None:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def _end(message: str, code: int) -> NoReturn:
     """Print one line, in the first process of a job only: the others have met the same error."""
     job = launched()
     if job is None or job.rank == 0:
         print(f"caden: {message}", file=sys.stderr)
-    sys.exit(code)
+    _exit(code)
 
 
 def _refuse_usage(error: Exception) -> NoReturn:
@@ -85,4 +94,4 @@ def _end_unexpected(error: RuntimeError | MemoryError) -> NoReturn:
     if job is None:
         raise error
     print(f"caden: rank {job.rank} lost its job: {line}", file=sys.stderr)
-    sys.exit(1)
+    _exit(1)

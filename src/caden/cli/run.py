@@ -85,10 +85,12 @@ def run(
 
 
 def resume(
-    directory: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")], as_json: Json = False
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    processes: Annotated[int, typer.Option(help="Number of processes; it may differ from before.")] = 1,
+    as_json: Json = False,
 ) -> None:
     """Continue an interrupted run. It ends in the same bytes as a run without the interruption."""
-    from caden.engine.history import RunDirectory
+    from caden.engine.run_directory import RunDirectory
     from caden.experiments.config import experiment
 
     file = directory / "config.toml"
@@ -98,8 +100,10 @@ def resume(
             "with simulate(..., resume=True))."
         )
     config = experiment(file, defaults={})
-    if RunDirectory(directory).weights.exists():
+    if RunDirectory(directory).complete():
         raise CadenError(f"{directory} is complete: there is nothing to resume.")
+    if require_integer("processes", processes, least=1) > 1 and launcher.launched() is None:
+        _start_processes(processes, config.problem.get("agents"))
     _run_and_show(config, directory, True, as_json)
 
 

@@ -13,7 +13,8 @@ from rich.text import Text
 from caden import data
 from caden.engine.columns import COLUMNS, EFFORTS, to_target
 from caden.engine.figures import styles
-from caden.engine.history import Result, jsonable
+from caden.engine.history import Result
+from caden.engine.run_directory import jsonable
 from caden.experiments.bench import Measure
 from caden.experiments.config import Experiment
 from caden.experiments.forecast import Forecast

@@ -1,22 +1,40 @@
-"""Saving and restoring a run's state: safetensors files, written atomically and verified when read."""
+"""Saving and restoring a run's state: safetensors files with a digest, two generations, one part per process.
+
+A generation is the parts `checkpoint.ROUND.RANKofWORLD.safetensors`; it counts once all of them are on disk. The newest
+one and the one before are kept, so that a damaged file costs no more than the rounds between two checkpoints.
+"""
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping
+import re
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from caden.engine import durable
 from caden.errors import CadenError
 from caden.networks.transport import Transport
 
+FORMAT = 2  # of run directories and checkpoints; version 0.1 wrote format 1, without saying so
+_PART = re.compile(r"checkpoint\.(\d+)\.(\d+)of(\d+)\.safetensors")
 
-def _digest(tensors: dict[str, Tensor], numbers: str) -> str:
-    total = hashlib.blake2b(numbers.encode(), digest_size=16)
+
+class Part(NamedTuple):
+    """What one process saved: the tensors of the agents that it hosts, its counters, and facts about the run."""
+
+    tensors: dict[str, Tensor]
+    numbers: dict[str, float]
+    facts: dict[str, Any]
+
+
+def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    total = hashlib.blake2b(text.encode(), digest_size=16)
     for name in sorted(tensors):
         total.update(name.encode())
         total.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
@@ -33,71 +51,118 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None, sync: bool = True
+) -> None:
     """Write a safetensors file; a reader sees the old file or the new one, never a part."""
-    scratch = path.with_suffix(".tmp")
-    save_file(_storable(tensors), scratch, metadata=metadata)
-    os.replace(scratch, path)
+    storable = _storable(tensors)
+    try:
+        durable.replace(path, lambda scratch: save_file(storable, scratch, metadata=metadata), sync)
+    except SafetensorError as error:
+        raise OSError(None, str(error), str(path)) from None
 
 
-def save(path: Path, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
-    """Write tensors and counters, with a digest."""
-    text, tensors = json.dumps(numbers), _storable(tensors)
+def save(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, float],
+    facts: Mapping[str, Any] | None = None,
+    sync: bool = True,
+) -> None:
+    """Write tensors, counters and facts, with a digest of everything."""
+    text = json.dumps({"format": FORMAT, "numbers": dict(numbers), "facts": dict(facts or {})})
+    tensors = _storable(tensors)
     # One entry: the order of several in the file would be arbitrary, and equal runs must end in equal bytes.
-    write_tensors(path, tensors, {"caden": json.dumps({"numbers": text, "digest": _digest(tensors, text)})})
+    write_tensors(path, tensors, {"caden": json.dumps({"text": text, "digest": _digest(tensors, text)})}, sync)
 
 
-def load(path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Read what `save` wrote, or raise an error if the file is damaged."""
+def load(path: Path) -> Part:
+    """Read what `save` wrote, or raise an error if the file is damaged or of another format."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {})["caden"])
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-        if _digest(tensors, metadata["numbers"]) != metadata["digest"]:
+        if "numbers" in metadata:
+            raise CadenError(f"{path} has format 1 (caden 0.1), and this version reads format {FORMAT}.")
+        if _digest(tensors, metadata["text"]) != metadata["digest"]:
             raise KeyError("digest")
-        return tensors, json.loads(metadata["numbers"])
-    except (SafetensorError, KeyError, OSError, ValueError) as error:
-        raise CadenError(
-            f"The checkpoint {path} is damaged ({error}); delete it to start that run from round 0."
-        ) from None
+        content = json.loads(metadata["text"])
+        if content["format"] != FORMAT:
+            raise CadenError(f"{path} has format {content['format']}, and this version reads format {FORMAT}.")
+        return Part(tensors, content["numbers"], content["facts"])
+    except CadenError:
+        raise
+    except (SafetensorError, KeyError, OSError, ValueError, TypeError, AttributeError) as error:
+        raise CadenError(f"{path} is damaged ({error}).") from None
 
 
 class Checkpoints:
-    """The checkpoints of a run directory: one file, or one per process, valid once all are written."""
+    """The checkpoints of a run directory."""
 
     def __init__(self, folder: Path, transport: Transport):
         self._folder, self._transport = folder, transport
 
-    def load(self) -> tuple[dict[str, Tensor], dict[str, float]] | None:
-        """Return the newest checkpoint, if there is one."""
-        folder, world = self._folder, self._transport.world
-        pointer, whole = folder / "checkpoint.json", folder / "checkpoint.safetensors"
-        last = json.loads(pointer.read_text()) if pointer.exists() else {"processes": 1}
-        if last["processes"] != world and (pointer.exists() or whole.exists()):
+    def generations(self) -> dict[tuple[int, int], list[Path]]:
+        """Return the parts of each complete generation by (round, processes), the newest first."""
+        groups: dict[tuple[int, int], dict[int, Path]] = {}
+        for path in self._folder.glob("checkpoint.*.safetensors"):
+            if match := _PART.fullmatch(path.name):
+                index, rank, world = map(int, match.groups())
+                groups.setdefault((index, world), {})[rank] = path
+        complete = {key: parts for key, parts in groups.items() if set(parts) == set(range(key[1]))}
+        return {key: [complete[key][rank] for rank in range(key[1])] for key in sorted(complete, reverse=True)}
+
+    def load(self) -> list[Part] | None:
+        """Return all parts of the newest generation that is whole in every process; None if there is none at all.
+
+        The parts of another number of processes are all read; those of this number, only this process's own.
+        """
+        if any(self._folder.glob("checkpoint.safetensors")) or (self._folder / "checkpoint.json").exists():
             raise CadenError(
-                f"{folder} was checkpointed by {last['processes']} processes and cannot be resumed by {world}."
+                f"{self._folder} was written by caden 0.1 (format 1), and this version resumes format {FORMAT}: use "
+                "caden-opt 0.1 for it."
             )
-        if world == 1:
-            return load(whole) if whole.exists() else None
-        return load(folder / self._part(last["round"])) if pointer.exists() else None
+        transport, errors = self._transport, list[str]()
+        newest: int | None = None
+        for key, parts, error in self._readable():
+            if error:
+                errors.append(error)
+            whole = -transport.reduce([-float(not error)], "max")[0]  # in every process
+            newest = key[0] if newest is None else newest
+            if whole and parts is not None:
+                if key[0] < newest:
+                    cause = errors[0] if errors else "A part of another process is damaged."
+                    warnings.warn(f"{cause} Continuing from round {key[0]} instead of {newest}.", stacklevel=2)
+                return parts
+        if errors:
+            raise CadenError(f"No checkpoint can be read: {errors[0]}")
+        return None
 
-    def save(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
-        """Replace the last checkpoint."""
-        folder, transport = self._folder, self._transport
-        if transport.world == 1:
-            save(folder / "checkpoint.safetensors", tensors, numbers)
-            return
-        name = self._part(int(numbers["round"]))
-        save(folder / name, tensors, numbers)
-        transport.reduce([0], "max")  # all parts are written
-        if transport.rank == 0:
-            scratch = folder / "checkpoint.json.tmp"
-            scratch.write_text(json.dumps({"round": int(numbers["round"]), "processes": transport.world}))
-            os.replace(scratch, folder / "checkpoint.json")
-        transport.reduce([0], "max")  # the new parts are valid now
-        for old in folder.glob(self._part("*")):
-            if old.name != name:
-                old.unlink()
+    def _readable(self) -> Iterator[tuple[tuple[int, int], list[Part] | None, str]]:
+        """Each generation as this process reads it, with the error if it cannot."""
+        rank, world = self._transport.rank, self._transport.world
+        for key, files in self.generations().items():
+            try:
+                wanted = [files[rank]] if key[1] == world else files
+                yield key, [load(file) for file in wanted], ""
+            except CadenError as error:
+                yield key, None, str(error)
 
-    def _part(self, index: int | str) -> str:
-        return f"checkpoint.{index}.{self._transport.rank}of{self._transport.world}.safetensors"
+    def save(
+        self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float], facts: Mapping[str, Any], sync: bool = True
+    ) -> None:
+        """Add a generation, and delete all but the last two."""
+        rank, world, index = self._transport.rank, self._transport.world, int(numbers["round"])
+        save(self._folder / f"checkpoint.{index}.{rank}of{world}.safetensors", tensors, numbers, facts, sync)
+        self._transport.reduce([0], "max")  # all parts are on disk
+        if rank == 0:
+            kept = {path for files in list(self.generations().values())[:2] for path in files}
+            for path in self._folder.glob("checkpoint.*.safetensors"):
+                if path not in kept:
+                    durable.remove(path)
+        self._transport.reduce([0], "max")
+
+    def clear(self) -> None:
+        """Delete all checkpoints of a complete run."""
+        for path in self._folder.glob("checkpoint.*.safetensors"):
+            durable.remove(path)

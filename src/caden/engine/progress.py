@@ -9,7 +9,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
-from caden.engine.history import Record, Row
+from caden.engine.history import Row
+from caden.engine.run_directory import Record
 
 
 class _Bar:

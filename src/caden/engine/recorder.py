@@ -1,15 +1,19 @@
 """Recording a run: rows of its history, and a directory with metrics, checkpoints and the final model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
-from caden.engine.checkpoint import Checkpoints
-from caden.engine.history import Result, Row, RunDirectory
+from caden.engine.checkpoint import Checkpoints, Part
+from caden.engine.history import Result, Row
 from caden.engine.metrics import measure
 from caden.engine.run import Run
+from caden.engine.run_directory import RunDirectory
+from caden.errors import RunError
 
 
 def full_row(run: Run) -> Row:
@@ -43,35 +47,49 @@ class Recorder:
         self._checkpoints = None if directory is None else Checkpoints(directory, run.network.transport)
         self._writes = self.run_dir if run.network.transport.rank == 0 else None
 
-    def load(self) -> tuple[dict[str, Tensor], dict[str, float]] | None:
-        """Return the checkpoint in the directory, if there is one."""
-        return self._checkpoints.load() if self._checkpoints else None
+    def load(self) -> list[Part] | None:
+        """Take the directory's lock and return the parts of its newest checkpoint, if there is one."""
+        if self.run_dir is None or self._checkpoints is None:
+            return None
+        if self._writes:
+            self._writes.lock.acquire()
+        parts = self._checkpoints.load()
+        if parts is not None:
+            self.run_dir.require_unchanged(parts[0].facts)
+        return parts
 
     def create(self, config: str, seed: int) -> None:
         """Create the directory of a new run."""
         if self._writes:
-            RunDirectory.create(self._writes.path, config, seed)
+            self._writes.create(config, seed, self.run.network.graph)
 
-    def reopen(self) -> None:
-        """Continue after the last checkpoint: later rows are dropped, and will be recorded again."""
-        if self.run_dir:
-            self.rows = self.run_dir.read(self.run.index) if self.run.index else []
+    def reopen(self, part: Part | None) -> None:
+        """Continue after a checkpoint, or from the start: later rows are dropped, and will be recorded again."""
+        if self.run_dir and part is not None:
+            size = part.facts.get("metrics", {}).get("bytes")  # known in the part of the first process
+            self.rows = self.run_dir.read(size, last=self.run.index)
         if self._writes:
-            self._writes.keep(self.rows)
+            self._writes.cut(part.facts["metrics"]["bytes"] if part is not None else 0)
 
     def record(self) -> Row:
         """Measure and write a row."""
         row = self._row(self.run)
         self.rows.append(row)
         if self._writes:
-            self._writes.append(row)
+            with explained(self._writes.path):
+                self._writes.append(row)
         return row
 
-    def save(self, tensors: Mapping[str, Tensor] = MappingProxyType({}), **numbers: float) -> None:
-        """Write a checkpoint, with additions of the caller."""
-        if self._checkpoints:
-            own = self.run.flatten()
-            self._checkpoints.save({**own[0], **tensors}, own[1] | numbers)
+    def save(self, tensors: Mapping[str, Tensor] = MappingProxyType({}), sync: bool = True, **numbers: float) -> None:
+        """Write a checkpoint, with additions of the caller; what it depends on is on disk before it."""
+        if self._checkpoints is None or self.run_dir is None:
+            return
+        own = self.run.flatten()
+        with explained(self.run_dir.path):
+            facts: dict[str, Any] = {"hosted": self.run.network.layout.hosted.tolist()}
+            if self._writes:
+                facts |= self._writes.facts(sync)
+            self._checkpoints.save({**own[0], **tensors}, own[1] | numbers, facts, sync)
 
     def _result(self, target: float | None, stopped: str, failure: str = "") -> Result:
         run, folder = self.run, self.run_dir.path if self.run_dir else None
@@ -89,5 +107,24 @@ class Recorder:
         """Return the complete run, and write its last files."""
         result = self._result(target, stopped)
         if self._writes:
-            self._writes.finish(result, picture)
+            with explained(self._writes.path):
+                self._writes.finish(result, picture)
+            self._writes.lock.release()
         return result
+
+    def close(self) -> None:
+        """Release the directory's lock."""
+        if self._writes:
+            self._writes.lock.release()
+
+
+@contextmanager
+def explained(run_dir: Path) -> Iterator[None]:
+    """Turn an error of the file system into one line; what is on disk stays as it is."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(
+            f"Cannot write {error.filename or run_dir}: {reason}. The run can be resumed from its last checkpoint."
+        ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from caden._tensor.states import flatten, restore
 from caden.core import Info, Method, Problem
+from caden.engine.checkpoint import Part
+from caden.engine.redeal import redeal
 from caden.engine.warmup import Warmup, start_point, warm_up
 from caden.errors import CadenError
 from caden.networks.network import Network
@@ -141,18 +143,29 @@ class Run:
             "bound": self._bound,
         }
 
-    def restore(self, start: Tensor, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
-        """Restore what `flatten` returned; `start` only gives the state its shape."""
+    def restore(self, start: Tensor, parts: Sequence[Part]) -> Part:
+        """Restore what `flatten` returned, in as many parts as processes saved it; `start` gives the state its shape.
+
+        Returns the part of this process.
+        """
+        layout, transport = self.network.layout, self.network.transport
+        if "curvature" in parts[0].tensors:  # `begin` asks for one; its values are restored below
+            self.curvature = torch.ones(layout.agents, dtype=self.problem.dtype, device=self.problem.device)
+        self.begin(start)
+        part = parts[0]
+        if len(parts) > 1 or part.facts.get("hosted", layout.hosted.tolist()) != layout.hosted.tolist():
+            part = redeal(parts, flatten(self.state, "state"), layout, transport.rank == 0)
+        tensors, numbers = part.tensors, part.numbers
         if "curvature" in tensors:
             self.curvature = tensors["curvature"].to(self.problem.device)
-        self.begin(start)
         self.state = restore(self.state, tensors, "state")
         buffers = {k.removeprefix("network."): t for k, t in tensors.items() if k.startswith("network.")}
         self.network.restore(buffers, int(numbers["numbers_sent"]), int(numbers["bytes"]))
-        self.network.transport.wire_bytes = int(numbers.get("wire_bytes", 0))
+        transport.wire_bytes = int(numbers.get("wire_bytes", 0))
         self.problem.gradients, self._bound = int(numbers["gradients"]), numbers["bound"]
         self.index, self.seconds = int(numbers["round"]), numbers["seconds"]
         self.counts = {name: int(numbers[name]) for name in self.counts}
+        return part
 
     def scalars(self) -> dict[str, float]:
         """Return the single numbers of the method's state, such as mu_z."""

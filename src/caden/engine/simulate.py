@@ -1,6 +1,7 @@
 """`simulate`: run rounds of a method over a network, measure, checkpoint, stop."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def simulate(
     transport = Memory() if transport is None else transport
     run, start = prepare(method, problem, graph, conditions, seed, transport, x0)
     recorder = Recorder(run, saving.path)
-    with deterministic_mode(deterministic), interruptible() as interrupted:
+    with deterministic_mode(deterministic), interruptible() as interrupted, closing(recorder):
         _begin(run, recorder, start, Warmup.from_spec(warmup), saving, seed)
         if stopping.stop_at_target and (stopping.target is None or "accuracy" not in recorder.rows[0]):
             raise CadenError("`stop_at_target` needs a `target` and a problem that measures accuracy.")
@@ -151,13 +152,13 @@ def _begin(run: Run, recorder: Recorder, start: Tensor, warmup: Warmup | None, s
     path, first = saving.path, run.network.transport.rank == 0
     if path is not None and first and not saving.resume and path.exists():
         raise CadenError(f"{path} already exists: choose another directory, or resume that run.")
-    saved = recorder.load() if saving.resume else None
-    if saved is None:
+    parts, part = recorder.load() if saving.resume else None, None
+    if parts is None:
         run.begin(start, warmup)
     else:
-        run.restore(start, *saved)
+        part = run.restore(start, parts)
     if saving.resume:
-        recorder.reopen()
+        recorder.reopen(part)
     else:
         recorder.create(saving.config, seed)
     if not recorder.rows:

@@ -22,7 +22,7 @@ from caden import graphs, methods, problems, solvers
 from caden._tensor import parallel
 from caden._tensor.memory import keep_freed_memory
 from caden.core import Method, Problem
-from caden.engine.history import environment
+from caden.engine.run_directory import environment
 from caden.engine.simulate import prepare
 from caden.engine.warmup import start_point
 from caden.errors import RunError

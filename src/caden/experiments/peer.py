@@ -7,10 +7,10 @@ step whose checkpoint is missing never happened.
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from torch import Tensor
 
 from caden import schedules
 from caden.core import Method, Problem
-from caden.engine.history import Result, Row, RunDirectory
+from caden.engine import durable
+from caden.engine.checkpoint import Part
+from caden.engine.history import Result, Row
 from caden.engine.options import Conditions
 from caden.engine.process import deterministic_mode
 from caden.engine.recorder import Recorder
 from caden.engine.run import Run
+from caden.engine.run_directory import RunDirectory
 from caden.engine.simulate import prepare
 from caden.engine.warmup import Warmup
 from caden.errors import CadenError, Diverged, Interrupted
@@ -33,6 +36,7 @@ from caden.networks.peers.fleet import Fleet
 from caden.networks.peers.link import AGREED, FINISHED, ZenohLink
 from caden.networks.peers.transports import Free, Link, Lockstep
 
+SYNC_EVERY = 1.0  # seconds between two checkpoints that are forced to disk; every step writes one
 ENDS = ("", "rounds", "seconds", "tolerance")  # why a peer ends
 Show = Callable[[dict[str, Any]], None]
 
@@ -69,15 +73,18 @@ def run_peer(
         saved_config = folder / "config.toml"
         if not saved_config.is_file() or saved_config.read_text() != text:
             raise CadenError(f"{folder} belongs to another fleet file; choose another `--out`.")
-        if run_dir.weights.exists():
+        if run_dir.complete():
             raise CadenError(f"Agent {agent} has finished; its model is in {run_dir.weights}.")
     else:
-        RunDirectory.create(folder, text, config.seed)
+        run_dir.create(text, config.seed, graph)
+        run_dir.lock.release()  # the recorder takes it
     with deterministic_mode(config.deterministic):
         like = torch.empty(problem.dim, dtype=problem.dtype, device=problem.device)
         link = ZenohLink(fleet, graph, agent, like, home, folder, stop)
         try:
-            return _Peer(config, fleet, agent, built, link, folder, stop, show).work()
+            peer = _Peer(config, fleet, agent, built, link, folder, stop, show)
+            with closing(peer.recorder):
+                return peer.work()
         finally:
             link.close()
 
@@ -99,7 +106,7 @@ class _Peer:
         self.run, self.start, self.transport = prepare_peer(config, agent, built, link)
         self.recorder = Recorder(self.run, folder, self._history_row)
         self.config, self.fleet, self.agent, self.link = config, fleet, agent, link
-        self.stop, self.show, self.shown_at = stop, show, 0.0
+        self.stop, self.show, self.shown_at, self.synced_at = stop, show, 0.0, 0.0
         self.clock, self.calm, self.change, self.time_is_up, self.reason = 0.0, 0, math.inf, False, ""
         self.heard_in_sweep: set[int] = set()  # neighbours from which a row arrived since the last sweep
         self.log = folder / "versions.jsonl"
@@ -143,14 +150,14 @@ class _Peer:
 
     def _begin(self) -> None:
         """Begin from the start, or from the last checkpoint."""
-        saved = self.recorder.load()
-        if saved is None:
+        parts = self.recorder.load()
+        if parts is None:
             self.log.unlink(missing_ok=True)
             self.run.begin(self.start, Warmup.from_spec(self.config.warmup))
             self._log_step(-1)
             self._save()
         else:
-            self._resume(*saved)
+            self._resume(parts[0])
         if not self.recorder.rows:
             self.recorder.record()
 
@@ -207,23 +214,25 @@ class _Peer:
         self.transport.wire_bytes = self.link.wire_bytes
         tensors = {f"link.{name}": tensor for name, tensor in self.link.buffers().items()}
         numbers = {"calm": self.calm, "late": self.time_is_up, "why": ENDS.index(self.reason), "change": self.change}
-        self.recorder.save(tensors, seconds=self.clock, **numbers)
+        sync = time.monotonic() - self.synced_at > SYNC_EVERY or bool(self.reason)
+        self.synced_at = time.monotonic() if sync else self.synced_at
+        self.recorder.save(tensors, sync, **{**numbers, "seconds": self.clock})
 
-    def _resume(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
+    def _resume(self, part: Part) -> None:
+        tensors, numbers, _ = part
         self.transport.quiet = True
-        self.run.restore(self.start, tensors, numbers)
+        self.run.restore(self.start, [part])
         self.transport.quiet = False
         buffers = {name.removeprefix("link."): t for name, t in tensors.items() if name.startswith("link.")}
         self.link.restore(buffers, self.transport.members if isinstance(self.transport, Free) else set())
         self.link.wire_bytes = self.transport.wire_bytes
         self.clock, self.change = numbers["seconds"], numbers["change"]
         self.calm, self.time_is_up, self.reason = int(numbers["calm"]), bool(numbers["late"]), ENDS[int(numbers["why"])]
-        self.recorder.reopen()
+        self.recorder.reopen(part)
         if self.log.exists():
             lines = [line for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            scratch = self.log.with_suffix(".tmp")
-            scratch.write_text("".join(line for line in lines if json.loads(line)["step"] < self.run.index))
-            os.replace(scratch, self.log)
+            text = "".join(line for line in lines if json.loads(line)["step"] < self.run.index)
+            durable.replace_text(self.log, text)
 
     def _show_status(self, state: str, every: float = 0.0) -> None:
         """Show the status, at most once in `every` seconds."""

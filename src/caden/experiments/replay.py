@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from caden.engine import checkpoint
-from caden.engine.history import RunDirectory
 from caden.engine.process import deterministic_mode
+from caden.engine.run_directory import RunDirectory
 from caden.engine.warmup import Warmup
 from caden.errors import CadenError
 from caden.experiments.config import experiment
 from caden.experiments.peer import prepare_peer
 from caden.networks.peers.fleet import Fleet
+from caden.networks.transport import Memory
 
 
 class Replayed(NamedTuple):
@@ -114,8 +115,11 @@ def replay(folder: Path) -> list[Replayed]:
             for _ in range(len(logs[agent]) - 1):
                 run.step()
             x, run_dir = run.state.x.clone(), RunDirectory(path)
-            file, name = (run_dir.weights, "x") if run_dir.weights.exists() else (run_dir.checkpoint, "state.x")
-            results[agent] = Replayed(agent, run.index, x, torch.equal(checkpoint.load(file)[0][name], x))
+            if run_dir.weights.exists():
+                final = checkpoint.load(run_dir.weights).tensors["x"]
+            else:
+                final = _last_checkpoint(path)[0].tensors["state.x"]
+            results[agent] = Replayed(agent, run.index, x, torch.equal(final, x))
             run.step()  # the peer may have published a step that it did not complete
         except _EndOfLog:
             pass
@@ -138,12 +142,16 @@ def replay(folder: Path) -> list[Replayed]:
     return [result for _, result in sorted(results.items()) if isinstance(result, Replayed)]
 
 
+def _last_checkpoint(run_dir: Path) -> list[checkpoint.Part]:
+    return checkpoint.Checkpoints(run_dir, Memory()).load() or []
+
+
 def _read_log(run_dir: Path) -> dict[int, Any]:
     """Return the log of an agent by step, up to its checkpoint; later steps do not count."""
-    path, saved = run_dir / "versions.jsonl", RunDirectory(run_dir).checkpoint
-    if not saved.exists():
+    path, saved = run_dir / "versions.jsonl", _last_checkpoint(run_dir)
+    if not saved:
         return {}
-    last = int(checkpoint.load(saved)[1]["round"])
+    last = int(saved[0].numbers["round"])
     try:
         text = path.read_text()
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

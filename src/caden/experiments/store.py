@@ -15,12 +15,14 @@ import torch
 
 from caden._version import __version__
 from caden.core import Problem
-from caden.engine.history import Record, RunDirectory
+from caden.engine.checkpoint import Checkpoints
 from caden.engine.options import Callback
 from caden.engine.progress import PlanBar
+from caden.engine.run_directory import Record, RunDirectory
 from caden.errors import CadenError, Diverged, Interrupted, require_integer
 from caden.experiments.config import Experiment, experiment
 from caden.graphs import Graph
+from caden.networks.transport import Memory
 
 
 def digest(config: Experiment) -> str:
@@ -53,7 +55,10 @@ class RunStore:
     def find(self, config: Experiment) -> Record | None:
         """Return the record of a complete run, if there is one. A diverged run is complete."""
         run_dir = RunDirectory(self.path(config))
-        return run_dir.record() if run_dir.summary.exists() else None
+        try:
+            return run_dir.record() if run_dir.summary.exists() else None
+        except CadenError:  # damaged: run it again
+            return None
 
     def build(self, config: Experiment) -> tuple[Problem, Graph]:
         """Return problem and graph of an experiment; those of the last one are cached."""
@@ -114,7 +119,7 @@ class RunStore:
                 raise
         except CadenError as error:
             raise CadenError(f"{run_dir.path.name}: {error}") from None
-        run_dir.checkpoint.unlink(missing_ok=True)  # large, and no longer needed
+        Checkpoints(run_dir.path, Memory()).clear()  # large, and no longer needed
         return run_dir.record()
 
 

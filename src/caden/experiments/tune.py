@@ -16,7 +16,7 @@ import pandas as pd
 from scipy.stats import qmc
 
 from caden import data
-from caden.engine.history import Record
+from caden.engine.run_directory import Record
 from caden.engine.warmup import start_point
 from caden.errors import CadenError, RunError, require_choice, require_integer, require_positive
 from caden.experiments.config import Experiment

@@ -11,7 +11,7 @@ import numpy as np
 
 from caden.engine.columns import AXES, MEASURES
 from caden.engine.figures import Figure, styles, write_figure
-from caden.engine.history import jsonable
+from caden.engine.run_directory import jsonable
 from caden.errors import CadenError
 from caden.report.model import Report, Section, Table
 from caden.report.tables import write_table

@@ -10,7 +10,7 @@ import pandas as pd
 
 from caden.engine.columns import COLUMNS, EFFORTS, to_target
 from caden.engine.figures import figures
-from caden.engine.history import Record, RunDirectory
+from caden.engine.run_directory import Record, RunDirectory
 from caden.errors import CadenError
 from caden.graphs import GRAPHS, Graph
 from caden.registry import make

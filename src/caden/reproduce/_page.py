@@ -8,7 +8,7 @@ from itertools import combinations
 import pandas as pd
 
 from caden.engine.figures import Figure
-from caden.engine.history import Record
+from caden.engine.run_directory import Record
 from caden.engine.warmup import start_point
 from caden.report import Report, Section, Table, graph_of, parameters, provenance, results, running_mean, setting
 from caden.reproduce._plan import METHODS, PUBLISHED, RIVALS, Plan

@@ -22,7 +22,7 @@ import math
 from typing import Any, NamedTuple
 
 from caden.curvature import descend
-from caden.engine.history import Record
+from caden.engine.run_directory import Record
 from caden.engine.warmup import start_point
 from caden.experiments.config import Experiment, experiment
 from caden.experiments.store import RunStore, digest
