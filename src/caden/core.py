@@ -212,6 +212,10 @@ class Problem:
         """Return that model's tensors by name; None if the problem has no model."""
         return None
 
+    def notes(self) -> list[str]:
+        """Return one line about each agent whose data look odd."""
+        return []
+
     def facts(self) -> dict[str, Any]:
         """Return what to show of the problem."""
         return {"agents": self.agents, "dimension": self.dim, "dtype": str(self.dtype).removeprefix("torch.")}

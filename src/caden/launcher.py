@@ -1,9 +1,13 @@
 """Jobs of several processes: the one that a launcher started this process in, and starting one on this machine."""
 
 import os
+import signal
 import socket
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -36,30 +40,81 @@ def launched() -> Job | None:
     )
 
 
+GRACE = 4.0  # seconds that ranks have to end after they were told to
+
+
 def start(command: list[str], processes: int) -> int:
-    """Run a command as the ranks of a job on this machine; return the exit code of the first that fails, else 0."""
+    """Run a command as the ranks of a job on this machine; return the exit code of the first that fails, else 0.
+
+    The ranks have a session of their own: Ctrl-C and SIGTERM reach them through this process only, once. They also end if
+    this process does (`watch`).
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-    common["CADEN_JOB"] = f"{os.getpid()}"
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(processes)
-    ]
+    common |= {"CADEN_JOB": f"{os.getpid()}", "CADEN_LAUNCHER": f"{os.getpid()}"}
+    told = threading.Event()
+    with _told_to_stop(told):
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                start_new_session=True,
+            )
+            for rank in range(processes)
+        ]
+        try:
+            return _wait(ranks, told)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], told: threading.Event) -> int:
+    """Wait until all ranks have ended, or one has failed, or we were told to stop and have passed it on."""
+    deadline = None
+    while any(rank.poll() is None for rank in ranks):
+        code = next((rank.returncode for rank in ranks if rank.returncode), 0)
+        now = time.monotonic()
+        if told.is_set() and deadline is None:
+            for rank in ranks:
+                rank.send_signal(signal.SIGINT)  # each ends after its round
+            deadline = now + GRACE
+        elif code and deadline is None:
+            deadline = now + 1  # the others may have something to print
+        if deadline is not None and now > deadline:
+            return code or 1
+        time.sleep(0.05)
+    return next((rank.returncode for rank in ranks if rank.returncode), 0)
+
+
+@contextmanager
+def _told_to_stop(told: threading.Event) -> Iterator[None]:
+    """Set `told` on SIGINT and SIGTERM, where this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: told.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        code = 0
-        while code == 0 and any(rank.poll() is None for rank in ranks):
-            time.sleep(0.05)
-            code = next((rank.returncode for rank in ranks if rank.returncode), 0)
-        if code:
-            time.sleep(1)  # the others may have something to print
-        return code or next((rank.wait() for rank in ranks if rank.wait()), 0)
-    except KeyboardInterrupt:  # the ranks received it as well, and stop after their round
-        return next((rank.wait() for rank in ranks if rank.wait()), 0)
+        yield
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def watch() -> None:
+    """In a rank that `start` started: end when the launcher is gone, however it went."""
+    launcher = os.environ.get("CADEN_LAUNCHER")
+    if launcher is None or os.getppid() != int(launcher):
+        return
+
+    def look() -> None:
+        while os.getppid() == int(launcher):
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()

@@ -2,7 +2,9 @@
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,26 @@ from caden.errors import CadenError, require_choice
 Factory = Callable[..., Any]
 
 
+Gate = Callable[[str], None]
+_gate: ContextVar[Gate | None] = ContextVar("gate", default=None)
+
+
+@contextmanager
+def code_gate(gate: Gate) -> Iterator[None]:
+    """Within this context, `gate` is called with every name of code outside caden before it is loaded; it may raise."""
+    token = _gate.set(gate)
+    try:
+        yield
+    finally:
+        _gate.reset(token)
+
+
 def load_object(name: str) -> Any:
-    """Load the object at "module:name" or "path/to/file.py:name"."""
+    """Load the object at "module:name" or "path/to/file.py:name"; the only place that runs code named in a file."""
     source, _, attribute = name.rpartition(":")
+    gate = _gate.get()
+    if gate is not None and source.partition(".")[0] != "caden":
+        gate(name)
     try:
         if not source.endswith(".py"):
             return getattr(importlib.import_module(source), attribute)

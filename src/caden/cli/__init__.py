@@ -14,7 +14,7 @@ from caden._tensor.memory import keep_freed_memory
 from caden._version import __version__
 from caden.cli import fleet, run, study
 from caden.errors import CadenError, RunError
-from caden.launcher import launched
+from caden.launcher import launched, watch
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)  # plain help is faster
 
@@ -44,6 +44,7 @@ def main() -> None:
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules in the current directory can be named in a file
     keep_freed_memory()
+    watch()
     try:
         _exit(app(prog_name="caden", standalone_mode=False) or 0)
     except (CadenError, RunError) as error:

@@ -8,11 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from caden.cli.arguments import NoCode
+from caden.cli.code import OutsideCode, outside_code
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,6 +39,7 @@ def peer(
     file: FleetFile,
     agent: Annotated[int, typer.Option(help="Which agent of the fleet this is.")],
     out: Out = None,
+    no_code: NoCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON lines.")] = False,
 ) -> None:
     """Run one agent of a fleet. After a crash, the same command resumes it."""
@@ -44,7 +49,8 @@ def peer(
     from caden.experiments.peer import run_peer
     from caden.networks.peers.fleet import Fleet
 
-    config = experiment(file)
+    with outside_code(no_code):
+        config = experiment(file)
     fleet, stop = Fleet.of(config), threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -59,7 +65,9 @@ def peer(
             shown = time.monotonic()
             console.print(_status_line(status), highlight=False)
 
-    result = run_peer(config, agent, (out or Path("runs") / fleet.name) / f"agent-{agent}", stop, show, file.parent)
+    folder = (out or Path("runs") / fleet.name) / f"agent-{agent}"
+    with outside_code(no_code):
+        result = run_peer(config, agent, folder, stop, show, file.parent)
     if not as_json:
         Console().print(f"agent {agent}: {result.stopped} after {result.rows[-1]['round']} rounds; {result.directory}")
 
@@ -97,15 +105,16 @@ def run_fleet(file: FleetFile, out: Out = None) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from caden.experiments.config import experiment
+    from caden.experiments.config import experiment, read_toml
     from caden.networks.peers.fleet import Fleet
 
-    config = experiment(file)
-    fleet = Fleet.of(config)
-    _, _, graph = config.build(lambda graph: fleet.hosted_agents(graph, 0))
+    fleet = Fleet.from_table(read_toml(file).get("fleet"))
+    with suppress(OutsideCode), outside_code(refuse=True):  # only the peers run code that the file names
+        config = experiment(file)
+        config.build(lambda graph: Fleet.of(config).hosted_agents(graph, 0))
     out = out or Path("runs") / fleet.name
     command = [sys.executable, "-m", "caden", "peer", str(file), "--out", str(out), "--json", "--agent"]
-    agents = range(graph.agents)
+    agents = range(len(fleet.endpoints))
     processes = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in agents]
     states: list[dict[str, Any]] = [{} for _ in agents]
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from caden import launcher
-from caden.cli.arguments import File, Json, Settings
+from caden.cli.arguments import File, Json, NoCode, Settings
+from caden.cli.code import outside_code
 from caden.errors import CadenError, RunError, require_integer
 
 if TYPE_CHECKING:
@@ -56,20 +57,30 @@ def run(
     events: Annotated[Path | None, typer.Option("--tensorboard", help="Folder for TensorBoard event files.")] = None,
     processes: Annotated[int, typer.Option(help="Number of processes to spread the agents over.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and run nothing.")] = False,
+    no_code: NoCode = False,
     as_json: Json = False,
 ) -> None:
     """Run an experiment. Without a file: the paper's setting on the embedded digits."""
     from caden.cli import show
-    from caden.engine import log
     from caden.experiments import forecast
     from caden.experiments.config import experiment
 
-    config, job = experiment(file, settings or []), launcher.launched()
     if dry_run:
-        estimate, _ = forecast.forecast(config)
+        with outside_code(refuse=True, why="`--dry-run` only estimates"):
+            config = experiment(file, settings or [])
+            estimate, _ = forecast.forecast(config)
         show.forecast(estimate, as_json)
         forecast.refuse(estimate, config)
         return
+    with outside_code(no_code):
+        _run(experiment(file, settings or []), out, events, processes, as_json)
+
+
+def _run(config: Experiment, out: Path | None, events: Path | None, processes: int, as_json: bool) -> None:
+    from caden.engine import log
+    from caden.experiments import forecast
+
+    job = launcher.launched()
     restarted, first = job is not None and job.attempt > 0, job is None or job.rank == 0
     if out is None:
         data = config.problem.get("data", config.problem["name"])
@@ -87,6 +98,7 @@ def run(
 def resume(
     directory: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
     processes: Annotated[int, typer.Option(help="Number of processes; it may differ from before.")] = 1,
+    no_code: NoCode = False,
     as_json: Json = False,
 ) -> None:
     """Continue an interrupted run. It ends in the same bytes as a run without the interruption."""
@@ -99,12 +111,13 @@ def resume(
             f"{directory} has no config.toml, so it cannot be resumed from here (a run started from Python continues "
             "with simulate(..., resume=True))."
         )
-    config = experiment(file, defaults={})
-    if RunDirectory(directory).complete():
-        raise CadenError(f"{directory} is complete: there is nothing to resume.")
-    if require_integer("processes", processes, least=1) > 1 and launcher.launched() is None:
-        _start_processes(processes, config.problem.get("agents"))
-    _run_and_show(config, directory, True, as_json)
+    with outside_code(no_code):
+        config = experiment(file, defaults={})
+        if RunDirectory(directory).complete():
+            raise CadenError(f"{directory} is complete: there is nothing to resume.")
+        if require_integer("processes", processes, least=1) > 1 and launcher.launched() is None:
+            _start_processes(processes, config.problem.get("agents"))
+        _run_and_show(config, directory, True, as_json)
 
 
 def compare(
@@ -112,6 +125,7 @@ def compare(
     methods: Annotated[str, typer.Option(help="Names of methods, separated by commas.")] = "caden,caden_gd,gt,adapd",
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Directory for all runs; by default a new one under runs/.")] = None,
+    no_code: NoCode = False,
     as_json: Json = False,
 ) -> None:
     """Run several methods on the same data, graph and start. Set parameters by --set compare.METHOD.KEY=VALUE."""
@@ -119,8 +133,10 @@ def compare(
     from caden.experiments.compare import compare_experiment
     from caden.experiments.config import experiment
 
-    config, out = experiment(file, settings or []), out or Path("runs") / f"compare-{_stamp()}"
-    results = compare_experiment(config, [name.strip() for name in methods.split(",") if name.strip()], out)
+    out = out or Path("runs") / f"compare-{_stamp()}"
+    with outside_code(no_code):
+        config = experiment(file, settings or [])
+        results = compare_experiment(config, [name.strip() for name in methods.split(",") if name.strip()], out)
     show.comparison(results, config.target, out, as_json)
     failures = [f"{name}: {result.failure}" for name, result in results.items() if result.failure]
     if failures:

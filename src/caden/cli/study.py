@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from caden.cli.arguments import File, Json, Settings
+from caden.cli.arguments import File, Json, NoCode, Settings
+from caden.cli.code import outside_code
 from caden.errors import CadenError, require_choice, require_integer
 
 Jobs = Annotated[int, typer.Option(help="Processes that share the cores; each runs one experiment at a time.")]
@@ -17,7 +18,7 @@ KINDS = ("methods", "problems", "graphs", "solvers", "schedules", "partitions", 
 BENCHMARKS = ("many", "paper", "small")
 
 
-def theory(file: File = None, settings: Settings = None, as_json: Json = False) -> None:
+def theory(file: File = None, settings: Settings = None, no_code: NoCode = False, as_json: Json = False) -> None:
     """Report what theory predicts for an experiment.
 
     Conditions, constants, stability, rate and a recommendation.
@@ -26,7 +27,9 @@ def theory(file: File = None, settings: Settings = None, as_json: Json = False) 
     from caden.experiments.config import experiment
     from caden.experiments.theory import theory_report
 
-    show.theory(theory_report(experiment(file, settings or [])), as_json)
+    with outside_code(no_code):
+        report = theory_report(experiment(file, settings or []))
+    show.theory(report, as_json)
 
 
 def tune(
@@ -37,6 +40,7 @@ def tune(
     rounds: Annotated[int, typer.Option(help="Rounds of each; the best third gets 3 times, the best ninth 9.")] = 20,
     out: Annotated[Path, typer.Option(help="Folder of the trials; finished ones are not run again.")] = Path("tuning"),
     jobs: Jobs = JOBS,
+    no_code: NoCode = False,
     as_json: Json = False,
 ) -> None:
     """Tune methods with equal budgets on held-out training samples. Set spaces by --set tune.METHOD.KEY=..."""
@@ -47,7 +51,8 @@ def tune(
     from caden.methods import METHODS
 
     names = list(METHODS) if method == "all" else list(dict.fromkeys(name.strip() for name in method.split(",")))
-    tuned = tune_experiment(experiment(file, settings or []), names, RunStore(out, jobs=jobs), trials, rounds)
+    with outside_code(no_code):
+        tuned = tune_experiment(experiment(file, settings or []), names, RunStore(out, jobs=jobs), trials, rounds)
     show.tuned(tuned, out, as_json)
 
 

@@ -42,6 +42,7 @@ COLUMNS = {
     "active": Column("agents awake", ","),
     "wire_bytes": Column("bytes sent between processes", ","),
     "mu_z": Column("mu_z", ".4g"),
+    "outside": Column("conditions that the method does not survive", ","),
 }
 AXES = {name: column.label for name, column in COLUMNS.items() if column.axis}
 MEASURES = {name: column for name, column in COLUMNS.items() if column.measure}

@@ -30,6 +30,7 @@ class Result:
     scalars: dict[str, float] = field(default_factory=dict)  # single numbers of the method's state, such as mu_z
     stopped: str = "rounds"  # why: "rounds", "target", "tolerance", "callback", "diverged", "interrupted"
     failure: str = ""  # the error message, if the run diverged or was interrupted
+    outside: tuple[str, ...] = ()  # conditions of the run that its method is known not to survive, such as "loss"
 
     @property
     def history(self) -> pd.DataFrame:
@@ -79,7 +80,8 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         """Return the final value of every column, the best accuracy, and the cost of the target (None: not reached)."""
-        return summarise(self.rows, self.target, self.stopped) | self.scalars
+        summary = summarise(self.rows, self.target, self.stopped) | self.scalars
+        return summary | ({"outside": list(self.outside)} if self.outside else {})
 
     def table(self) -> list[tuple[str, str]]:
         """Return the summary as labelled text, the most important numbers first."""
@@ -96,6 +98,8 @@ class Result:
         for name in (*_SHOWN, "mu_z", "seconds"):
             if summary.get(name) is not None:
                 lines.append((COLUMNS[name].label, COLUMNS[name].text(summary[name])))
+        if self.outside:
+            lines.append(("not tolerated by the method", ", ".join(self.outside)))
         return lines
 
     def __repr__(self) -> str:

@@ -34,6 +34,7 @@ def full_row(run: Run) -> Row:
         "active": run.active,
         **measured,
         **(sent if transport.world > 1 else {}),
+        **({"outside": len(run.outside)} if run.outside else {}),
     }
 
 
@@ -94,7 +95,7 @@ class Recorder:
     def _result(self, target: float | None, stopped: str, failure: str = "") -> Result:
         run, folder = self.run, self.run_dir.path if self.run_dir else None
         x = run.network.transport.gather(run.state.x)
-        return Result(x, self.rows, run.problem.whole, target, folder, run.scalars(), stopped, failure)
+        return Result(x, self.rows, run.problem.whole, target, folder, run.scalars(), stopped, failure, run.outside)
 
     def failed(self, target: float | None, stopped: str, why: str) -> Result:
         """Return the run so far; if it diverged, it cannot be resumed, and its summary is written."""

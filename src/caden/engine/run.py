@@ -69,6 +69,7 @@ class Run:
         self.index = 0  # rounds done
         self.active = network.graph.agents  # how many were awake in the last one
         self.info = Info()
+        self.outside: tuple[str, ...] = ()  # conditions that the method is known not to survive
         self.seconds = 0.0  # of rounds, without metrics
         self.counts = {"rejected": 0, "fallbacks": 0, "stalled": 0}
         self.curvature: Tensor | None = None

@@ -1,5 +1,6 @@
 """`simulate`: run rounds of a method over a network, measure, checkpoint, stop."""
 
+import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
@@ -17,7 +18,7 @@ from caden.engine.run import Run
 from caden.engine.warmup import Warmup, list_agents
 from caden.errors import CadenError, Diverged, Interrupted, require_integer
 from caden.graphs import Graph, as_graph
-from caden.methods import advice_for
+from caden.methods import CARDS, CONDITIONS, advice_for
 from caden.networks.messages import Messages
 from caden.networks.network import Network
 from caden.networks.transport import Memory, Transport
@@ -76,6 +77,10 @@ def simulate(
     conditions, stopping, saving = group_options(options)
     transport = Memory() if transport is None else transport
     run, start = prepare(method, problem, graph, conditions, seed, transport, x0)
+    if run.outside and transport.rank == 0:
+        words = " and ".join(CONDITIONS[name] for name in run.outside)
+        hint = "`caden list methods --check` measures which methods do"
+        warnings.warn(f"{method.name} does not tolerate {words}: it may end at a wrong point ({hint}).", stacklevel=2)
     recorder = Recorder(run, saving.path)
     with deterministic_mode(deterministic), interruptible() as interrupted, closing(recorder):
         _begin(run, recorder, start, Warmup.from_spec(warmup), saving, seed)
@@ -128,7 +133,17 @@ def prepare(
     messages, links = Messages.from_spec(conditions.messages), Links.from_spec(conditions.links, graph, seed)
     network = Network(graph, problem, draw, awake.may_sleep or transport.sees_only_itself, messages, links, transport)
     run = Run(method, problem, network, awake, work)
+    run.outside = _outside(method.name, awake.may_sleep, messages, links is not None)
     return run, run.start(x0)
+
+
+def _outside(method: str, sleep: bool, messages: Messages, links: bool) -> tuple[str, ...]:
+    """Return the conditions of a run that its method is known not to survive."""
+    if method not in CARDS:
+        return ()
+    present = {"sleep": sleep, "links": links, "loss": messages.loss > 0, "delay": messages.delay > 0}
+    present["compression"] = messages.compressed
+    return tuple(name for name, here in present.items() if here and name not in CARDS[method].survives)
 
 
 def checked(method: Any, problem: Any, graph: Any) -> tuple[Method, Problem, Graph]:

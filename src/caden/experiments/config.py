@@ -180,6 +180,14 @@ def parse(text: str, source: str = "the experiment") -> dict[str, Any]:
         raise CadenError(f"{source} is not valid TOML: {error}.") from None
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file."""
+    try:
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CadenError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
+
+
 def assign(table: dict[str, Any], setting: str) -> None:
     """Apply `key.key=value`; the value is read as TOML, or else as a plain string."""
     key, equals, text = setting.partition("=")
@@ -201,12 +209,7 @@ def experiment(
     path: Path | None = None, settings: list[str] | tuple[str, ...] = (), defaults: Mapping[str, Any] = DEFAULTS
 ) -> Experiment:
     """Return an experiment from a file (or none) and `key=value` settings, on top of the defaults."""
-    table: dict[str, Any] = {}
-    if path is not None:
-        try:
-            table = parse(path.read_text(), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise CadenError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
+    table = {} if path is None else read_toml(path)
     for setting in settings:
         assign(table, setting)
     for key in table:

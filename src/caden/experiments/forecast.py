@@ -9,6 +9,9 @@ import math
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +21,7 @@ from torch import Tensor
 from caden import schedules
 from caden.core import Problem
 from caden.engine.simulate import simulate
-from caden.errors import CadenError, Diverged
+from caden.errors import CadenError, Diverged, RunError
 from caden.experiments.config import DTYPES, Experiment
 from caden.graphs import GRAPHS, Graph, from_edges, regular
 from caden.methods import METHODS
@@ -147,9 +150,17 @@ def vectors(config: Experiment, graph: Graph, size: Size) -> float:
     dim = max(10_000, int(_BYTES / graph.agents / size.dtype.itemsize))
     block = max(1, round(share * graph.agents)) * dim
     task = (config.model_dump(), graph.agents, graph.edges.tolist(), dim, size.dtype, block)
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        growth = max(pool.apply(_memory_growth, task) for _ in range(3))  # fragmentation differs between processes
+    growth = max(_in_new_process(_memory_growth, *task) for _ in range(3))  # fragmentation differs between processes
     return float(growth / (graph.agents * dim * size.dtype.itemsize))
+
+
+def _in_new_process(function: Callable[..., int], *arguments: Any) -> int:
+    """Call a function in a process of its own; a process that is killed is an error, not a wait without end."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise RunError("The process that measures the memory of a small run was killed.") from None
 
 
 def _memory_growth(

@@ -6,7 +6,13 @@ from typing import Any, NamedTuple, TypeVar
 from caden.core import Method
 from caden.errors import require_choice
 
-CONDITIONS = ("sleep", "links", "loss", "delay", "compression")
+CONDITIONS = {
+    "sleep": "sleeping agents",
+    "links": "changing links",
+    "loss": "lost messages",
+    "delay": "delayed messages",
+    "compression": "compressed messages",
+}
 BROADCAST = "sleep links compression"  # survived by methods whose awake neighbours all receive the same row
 
 # Parts of search spaces. A range is searched on a logarithmic scale, in units of the curvature L found by the warm-up;

@@ -23,7 +23,7 @@ from caden.launcher import launched
 from caden.networks.layout import Layout
 from caden.networks.transport import Transport
 
-TIMEOUT = 60.0  # seconds a rank waits for another before it gives up
+TIMEOUT = 300.0  # seconds a rank waits for another before it gives up
 
 
 def join(timeout: float = TIMEOUT) -> Ranks:

@@ -250,6 +250,14 @@ class Module(Problem):
     def state_dict(self, vector: Tensor) -> dict[str, Tensor]:
         return self.module(vector).state_dict()
 
+    def notes(self) -> list[str]:
+        single = [i for i, (x, _) in zip(self.ids, self.shards) if len(x) == 1]
+        classes = [
+            i for i, (_, y) in zip(self.ids, self.shards) if not y.is_floating_point() and bool((y == y[0]).all())
+        ]
+        lines = [("a single sample", single), ("samples of one class only", [i for i in classes if i not in single])]
+        return [f"Agents {', '.join(map(str, agents[:8]))} have {what}." for what, agents in lines if agents]
+
     def facts(self) -> dict[str, Any]:
         sizes = [len(x) for x, _ in self.shards]
         samples = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]}"

@@ -12,8 +12,7 @@ from caden.engine.columns import COLUMNS, EFFORTS, to_target
 from caden.engine.figures import figures
 from caden.engine.run_directory import Record, RunDirectory
 from caden.errors import CadenError
-from caden.graphs import GRAPHS, Graph
-from caden.registry import make
+from caden.graphs import Graph
 from caden.report.model import Report, Section, Table, running_mean
 
 Runs = Mapping[str, Sequence[Record]]  # label -> records that differ in their seed
@@ -187,16 +186,8 @@ def _short(value: Any) -> str:
 
 
 def graph_of(record: Record) -> Graph | None:
-    """Return the graph of a run, if its configuration names one."""
-    agents, seed = record.config.get("problem", {}).get("agents"), record.config.get("seed", 0)
-    table = record.config.get("graph", {})
-    if ":" in str(table.get("name")):  # a report never runs code that a file names
-        return None
-    try:
-        graph: Graph = make("graph", GRAPHS, table, agents=agents, seed=seed)
-    except (CadenError, TypeError):  # started from Python, or made by a function that no longer exists
-        return None
-    return graph
+    """Return the graph of a run, from the edges in its directory; a report never calls what a file names."""
+    return RunDirectory(record.path).graph()
 
 
 def provenance(records: Sequence[Record], command: str) -> dict[str, str]:

@@ -47,11 +47,24 @@ class Fleet(BaseModel):
 
     @classmethod
     def of(cls, config: FleetFile) -> Fleet:
-        """Return the checked table of an experiment."""
-        if not config.fleet:
+        """Return the checked table of an experiment, which must suit the rest of it."""
+        fleet = cls.from_table(config.fleet)
+        require_integer("rounds", config.rounds), require_integer("record_every", config.record_every, least=1)
+        if config.tolerance is not None:
+            require_positive("tolerance", config.tolerance)
+        if fleet.mode == "free" and config.participation != 1.0:
+            raise CadenError("`participation` works only in lockstep: free-running peers sleep when they like.")
+        if config.messages or config.links != 1.0:
+            raise CadenError("`messages` and `links` simulate a network and cannot be set for a real one: remove them.")
+        return fleet
+
+    @classmethod
+    def from_table(cls, table: Any) -> Fleet:
+        """Return the checked table `[fleet]` by itself."""
+        if not table or not isinstance(table, dict):
             raise CadenError("The file has no table `[fleet]`; `caden fleet init` writes one.")
         try:
-            fleet = cls.model_validate(config.fleet)
+            fleet = cls.model_validate(table)
         except ValidationError as error:
             first = error.errors()[0]
             raise CadenError(f"`fleet.{first['loc'][0]}`: {first['msg']}, got {first['input']!r}.") from None
@@ -61,14 +74,7 @@ class Fleet(BaseModel):
                 require_positive(f"fleet.{key}", getattr(fleet, key))
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", fleet.name):
             raise CadenError(f"`fleet.name` must be a plain word, got {fleet.name!r}.")
-        require_integer("fleet.calm", fleet.calm, least=1), require_integer("rounds", config.rounds)
-        require_integer("record_every", config.record_every, least=1)
-        if config.tolerance is not None:
-            require_positive("tolerance", config.tolerance)
-        if fleet.mode == "free" and config.participation != 1.0:
-            raise CadenError("`participation` works only in lockstep: free-running peers sleep when they like.")
-        if config.messages or config.links != 1.0:
-            raise CadenError("`messages` and `links` simulate a network and cannot be set for a real one: remove them.")
+        require_integer("fleet.calm", fleet.calm, least=1)
         return fleet
 
     def hosted_agents(self, graph: Graph, agent: int) -> list[int]:
