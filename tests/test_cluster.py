@@ -141,7 +141,11 @@ def test_the_command_with_processes_refuses_in_one_line(tmp_path):
     assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("faults", [[], ["participation=0.5"], ["method.name=radmm", "participation=0.6"]], ids=str)
+@pytest.mark.parametrize(
+    "faults",
+    [["participation=0.5"], *(pytest.param(f, marks=pytest.mark.slow) for f in ([], ["method.name=radmm"]))],
+    ids=str,
+)
 def test_a_run_can_be_resumed_by_any_number_of_processes(tmp_path, faults):
     """The parts of a checkpoint are dealt anew: 3 processes, then 1, then 2, end in the bytes of one run."""
     settings = [part for setting in ("rounds=8", *faults) for part in ("--set", setting)]

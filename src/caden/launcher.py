@@ -46,8 +46,8 @@ GRACE = 4.0  # seconds that ranks have to end after they were told to
 def start(command: list[str], processes: int) -> int:
     """Run a command as the ranks of a job on this machine; return the exit code of the first that fails, else 0.
 
-    The ranks have a session of their own: Ctrl-C and SIGTERM reach them through this process only, once. They also end if
-    this process does (`watch`).
+    The ranks have a session of their own: Ctrl-C and SIGTERM reach them through this process only, once. They also end
+    if this process does (`watch`).
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -6,20 +6,29 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from caden.errors import CadenError, require_choice
 
 Factory = Callable[..., Any]
 
 
-Gate = Callable[[str], None]
+class Gate(Protocol):
+    """Who decides about code outside caden."""
+
+    def load(self, name: str) -> None:
+        """Called before an object is loaded by name; may raise."""
+
+    def built(self) -> None:
+        """Called when everything that a file names was built."""
+
+
 _gate: ContextVar[Gate | None] = ContextVar("gate", default=None)
 
 
 @contextmanager
 def code_gate(gate: Gate) -> Iterator[None]:
-    """Within this context, `gate` is called with every name of code outside caden before it is loaded; it may raise."""
+    """Within this context, `gate` decides about code outside caden."""
     token = _gate.set(gate)
     try:
         yield
@@ -27,12 +36,19 @@ def code_gate(gate: Gate) -> Iterator[None]:
         _gate.reset(token)
 
 
+def everything_built() -> None:
+    """Tell the gate, if there is one."""
+    gate = _gate.get()
+    if gate is not None:
+        gate.built()
+
+
 def load_object(name: str) -> Any:
     """Load the object at "module:name" or "path/to/file.py:name"; the only place that runs code named in a file."""
     source, _, attribute = name.rpartition(":")
     gate = _gate.get()
     if gate is not None and source.partition(".")[0] != "caden":
-        gate(name)
+        gate.load(name)
     try:
         if not source.endswith(".py"):
             return getattr(importlib.import_module(source), attribute)

@@ -1,8 +1,7 @@
 """Code outside caden that a file names: it is announced before it runs, or refused."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from caden.errors import CadenError
 from caden.launcher import launched
@@ -13,19 +12,25 @@ class OutsideCode(CadenError):
     """A file names code that this command does not run."""
 
 
-@contextmanager
-def outside_code(refuse: bool, why: str = "`--no-code` was given") -> Iterator[None]:
-    """Print one line for each module or file that is loaded by name, or refuse them all."""
-    announced: set[str] = set()
-    job = launched()
+class _Gate:
+    """Refuses all code outside caden, or prints one line for each module or file that it comes from."""
 
-    def gate(name: str) -> None:
-        source = name.rpartition(":")[0]
-        if refuse:
-            raise OutsideCode(f"{name!r} names code outside caden, which is not run because {why}.")
-        if source not in announced and (job is None or job.rank == 0):
-            print(f"caden: running code from {source} ({name})", file=sys.stderr)
-        announced.add(source)
+    def __init__(self, refuse: bool, why: str):
+        self._refuse, self._why, self._loaded = refuse, why, dict[str, bool]()  # source -> was printed
 
-    with code_gate(gate):
-        yield
+    def load(self, name: str) -> None:
+        if self._refuse:
+            raise OutsideCode(f"{name!r} names code outside caden, which is not run because {self._why}.")
+        self._loaded.setdefault(name.rpartition(":")[0], False)
+
+    def built(self) -> None:
+        job = launched()
+        for source, printed in self._loaded.items():
+            if not printed and (job is None or job.rank == 0):
+                print(f"caden: running code from {source}", file=sys.stderr)
+            self._loaded[source] = True
+
+
+def outside_code(refuse: bool, why: str = "`--no-code` was given") -> AbstractContextManager[None]:
+    """Print one line for each module or file whose code is loaded by name, or refuse them all."""
+    return code_gate(_Gate(refuse, why))

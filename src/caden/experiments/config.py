@@ -35,7 +35,7 @@ from caden.methods import METHODS
 from caden.networks.messages import Messages
 from caden.networks.transport import Transport
 from caden.problems import PROBLEMS
-from caden.registry import Factory, factory, load_object, make, parameters
+from caden.registry import Factory, everything_built, factory, load_object, make, parameters
 from caden.schedules import Draw, Participation, Workload
 
 REGISTRIES: dict[str, dict[str, Factory]] = {"method": METHODS, "problem": PROBLEMS, "graph": GRAPHS}
@@ -131,6 +131,7 @@ class Experiment(BaseModel):
             if not isinstance(made, wanted):
                 raise CadenError(f"{tables[kind]['name']!r} makes a {type(made).__name__}, not a {kind}.")
         self._resolve(problem)
+        everything_built()
         return method, problem, graph
 
     def _resolve(self, problem: Problem) -> None:
