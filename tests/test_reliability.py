@@ -175,6 +175,9 @@ def cut(tape, small, folder, rng):
     parts = Checkpoints(folder, Memory()).load()
     begun = int(parts[0].numbers["round"]) if parts else 0
     assert begun >= max(disk.checkpoints, default=0), "a checkpoint that was on disk is gone"
+    named = [str(target.name) for name, _, target in operations[:end] if name == "rename"]
+    written = [0, 0, *(int(name.split(".")[1]) for name in named if name.startswith("checkpoint."))]
+    assert begun >= written[-2], "more than one checkpoint was lost"
     again = run(small, folder, resume=True)
     assert torch.equal(again.x, whole.x)
     assert rows(again) == rows(whole)
@@ -510,3 +513,111 @@ def test_an_estimate_whose_worker_is_killed_is_an_error(monkeypatch):
 
     with pytest.raises(RunError, match="was killed"):
         forecast._in_new_process(signal.raise_signal, signal.SIGKILL)
+
+
+# Input that nobody thought of.
+
+
+ODD = [0, -1, 1, 2.5, 1e-320, 1e308, -0.0, 10**30, "", "x", "caden", "a:b", ":", "\u2603", True, False]
+ODD += [[], [1], ["x"], {}, {"name": "ring"}, {"x": {}}, float("nan"), float("inf"), [[0, 1]], "auto", "exact"]
+KEYS = ["rounds", "seed", "participation", "local_steps", "target", "stop_at_target", "tolerance", "record_every"]
+KEYS += [
+    "checkpoint_every",
+    "device",
+    "dtype",
+    "deterministic",
+    "links",
+    "method",
+    "problem",
+    "graph",
+    "warmup",
+    "messages",
+]
+KEYS += [
+    f"method.{k}"
+    for k in ("name", "mu_z", "mu_y", "dual", "relax", "growth", "solver", "alpha", "rho", "eta", "step_size")
+]
+KEYS += [f"problem.{k}" for k in ("name", "agents", "dim", "data", "partition", "hidden", "samples", "condition", "l2")]
+KEYS += [f"graph.{k}" for k in ("name", "p", "edges", "agents", "seed", "degree")] + [
+    "warmup.steps",
+    "warmup.step_size",
+]
+KEYS += [f"messages.{k}" for k in ("loss", "delay", "top", "bits", "burst")] + ["nonsense", "fleet", "tune", "compare"]
+
+
+def in_process(arguments, monkeypatch, capsys):
+    """Exit code and standard error of the command, called here."""
+    from caden.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["caden", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code or 0, capsys.readouterr().err
+
+
+def toml(value):
+    import tomli_w
+
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").strip() if not isinstance(value, dict) else inline(value)
+
+
+def inline(table):
+    return "{" + ", ".join(f"{k} = {toml(v)}" for k, v in table.items()) + "}"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", [0, *(pytest.param(p, marks=pytest.mark.slow) for p in range(1, 20))])
+def test_odd_configurations_work_or_end_in_one_line(tmp_path, monkeypatch, capsys, part):
+    """50 a part; `make test-all` runs 1,000."""
+    monkeypatch.chdir(tmp_path)
+    for case in range(50):
+        rng = random.Random(1000 * part + case)
+        settings = [*SMALL, "--set", "rounds=2", "--set", f"method.name={rng.choice(list(caden.methods.METHODS))}"]
+        for key in rng.sample(KEYS, rng.randint(1, 3)):
+            settings += ["--set", f"{key}={toml(rng.choice(ODD))}"]
+        if any(
+            re.match(
+                r"(rounds|problem\.(agents|dim|hidden|samples)|local_steps|warmup\.steps|graph\.agents)=1\d{29}", s
+            )
+            for s in settings
+        ):
+            continue
+        began = time.monotonic()
+        code, err = in_process(["run", *settings, "--out", f"run-{case}"], monkeypatch, capsys)
+        assert code in (0, 1, 2), (settings, err)
+        lines = [line for line in err.splitlines() if "warning:" not in line and "running code" not in line]
+        assert len(lines) == (1 if code else 0), (settings, err)
+        assert time.monotonic() - began < 60, settings
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", [0, *(pytest.param(p, marks=pytest.mark.slow) for p in range(1, 10))])
+def test_damaged_run_directories_work_or_end_in_one_line(tmp_path, monkeypatch, capsys, part):
+    """50 a part; `make test-all` runs 500."""
+    monkeypatch.chdir(tmp_path)
+    whole = ["run", *SMALL, "--set", "rounds=4", "--set", "checkpoint_every=1", "--out", "whole"]
+    assert in_process(whole, monkeypatch, capsys)[0] == 0
+    content = {path.name: path.read_bytes() for path in Path("whole").iterdir() if path.is_file()}
+    odd = [b"", b"{}", b"[]", b"null", b"1", b"\xff\xfe", b'{"a": [1]}', b"round\n1\n", b"a,b\n1,2\n", b"rounds = 1\n"]
+    for case in range(50):
+        rng = random.Random(5000 + 1000 * part + case)
+        folder = Path(f"damaged-{case}")
+        folder.mkdir()
+        for name, data in content.items():
+            (folder / name).write_bytes(data)
+        if rng.random() < 0.7:
+            (folder / "weights.safetensors").unlink()
+        for name in rng.sample(sorted(content), rng.randint(1, 2)):
+            path, data = folder / name, bytearray(content[name])
+            kind = rng.randrange(4)
+            if kind == 0 and data:
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            elif kind == 1:
+                data = data[: rng.randrange(len(data) + 1)]
+            elif kind == 2:
+                data = bytearray(rng.choice(odd))
+            path.unlink(missing_ok=True) if kind == 3 else path.write_bytes(data)
+        for command_ in (["resume", str(folder)], ["report", str(folder), "--out", f"page-{case}"]):
+            code, err = in_process(command_, monkeypatch, capsys)
+            lines = [line for line in err.splitlines() if "warning:" not in line]
+            assert code in (0, 1, 2) and len(lines) == (1 if code else 0), (command_, err)

@@ -49,6 +49,8 @@ def main() -> None:
         _exit(app(prog_name="caden", standalone_mode=False) or 0)
     except (CadenError, RunError) as error:
         _end(str(error), 2 if isinstance(error, CadenError) else 1)
+    except OSError as error:
+        _end(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.", 1)
     except (RuntimeError, MemoryError) as error:
         _end_unexpected(error)
     except Exception as error:
