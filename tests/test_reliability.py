@@ -621,3 +621,18 @@ def test_damaged_run_directories_work_or_end_in_one_line(tmp_path, monkeypatch, 
             code, err = in_process(command_, monkeypatch, capsys)
             lines = [line for line in err.splitlines() if "warning:" not in line]
             assert code in (0, 1, 2) and len(lines) == (1 if code else 0), (command_, err)
+
+
+# What theory prints.
+
+
+def test_the_theory_report_does_not_contradict_itself(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    complete = ["--set", "problem.name=quadratic", "--set", "problem.agents=8", "--set", "problem.dim=3"]
+    complete += ["--set", "graph.name=complete", "--set", "method.mu_z=3", "--set", "method.mu_y=21168"]
+    monkeypatch.setattr(sys, "argv", ["caden", "theory", *complete])
+    with pytest.raises(SystemExit):
+        __import__("caden.cli").cli.main()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "must diverge" in text and "│ a bound follows" not in text
+    assert re.search(r"mu_z │ 3 │ >= 3 │ holds", text)

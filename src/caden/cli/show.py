@@ -107,6 +107,8 @@ def theory(report: dict[str, Any], json_wanted: bool) -> None:
                 have, need, holds = value
                 sign = "<=" if key == "r^tau" else ">="
                 grid.add_row(key, f"{have:.4g}", f"{sign} {need:.4g}", "holds" if holds else "does not hold")
+            elif key == "tau" and value > 1000:
+                grid.add_row(key, f"{value:.2e} local steps per round, more than any run can afford")
             elif isinstance(value, dict):
                 grid.add_row(key, ", ".join(f"{k} {text(v)}" for k, v in value.items()))
             else:
@@ -117,9 +119,9 @@ def theory(report: dict[str, Any], json_wanted: bool) -> None:
             for key in printed:
                 if key != "bound follows":
                     sides.add_row(key, text(printed[key]), text(derived[key]))
-            sides.add_row(
-                "", *("a bound follows" if t["bound follows"] else "no bound follows" for t in (printed, derived))
-            )
+            diverges = "must diverge" in report["stability"]["verdict"]
+            follows = "a bound would follow, yet the run diverges (below)" if diverges else "a bound follows"
+            sides.add_row("", *(follows if t["bound follows"] else "no bound follows" for t in (printed, derived)))
             console.print(sides)
 
 

@@ -28,8 +28,8 @@ from caden.engine.recorder import Recorder
 from caden.engine.run import Run
 from caden.engine.run_directory import RunDirectory
 from caden.engine.simulate import prepare
-from caden.engine.warmup import Warmup
-from caden.errors import CadenError, Diverged, Interrupted
+from caden.engine.warmup import Warmup, list_agents
+from caden.errors import CadenError, Diverged, Interrupted, RunError
 from caden.experiments.config import Experiment
 from caden.graphs import Graph
 from caden.networks.peers.fleet import Fleet
@@ -136,6 +136,13 @@ class _Peer:
             if run.index % self.config.record_every == 0:
                 recorder.record()
             self._show_status("runs", every=0.25)
+        if missing := link.never_heard():
+            self.reason = ""
+            self._save()  # not an end: the same command continues
+            raise RunError(
+                f"Agent {self.agent} never heard from its neighbours {list_agents(missing)}, so it is not done: check "
+                "their addresses, certificates and clocks, then run the same command to continue."
+            )
         agreed = self.fleet.mode == "free" and self.reason == "tolerance"
         link.report_progress(run.index, self.calm, FINISHED | (AGREED if agreed else 0))
         if recorder.rows[-1]["round"] != run.index:
@@ -188,6 +195,8 @@ class _Peer:
             return "rounds"
         if isinstance(self.transport, Free):
             agreed = tolerance is not None and self.link.agreed(self.fleet.calm)
+            if agreed and self.link.never_heard() and self.clock < self.fleet.patience:
+                return ""  # a neighbour may still be starting
             return "tolerance" if agreed else "seconds" if self.time_is_up else ""
         if (tolerance is None and self.fleet.seconds is None) or index == 0 or index % self.config.record_every:
             return ""

@@ -88,7 +88,7 @@ def theorem1(facts: Facts) -> dict[str, tuple[float, float, bool]]:
     z_min, y_min = 1 + 2 * L, 1152 * d**2 * mu_z * high / (low**2 * p)
     rate_max = low**2 * p / (4608 * d**4 * mu_z * high)
     return {
-        "mu_z": (mu_z, z_min, mu_z >= z_min),
+        "mu_z": (mu_z, z_min, mu_z >= z_min * (1 - 1e-6)),  # L is measured
         "mu_y": (mu_y, y_min, mu_y >= y_min * (1 - 1e-12)),
         "r^tau": (rate, rate_max, rate <= rate_max),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import queue
 import struct
 import threading
@@ -463,6 +464,10 @@ class ZenohLink:
         """Return the seconds since a neighbour was last heard; infinite if it never was."""
         heard = max(self._notice_times[neighbour], self._began if neighbour in self._members_before else -1.0)
         return time.monotonic() - heard if heard >= 0 else float("inf")
+
+    def never_heard(self) -> list[int]:
+        """Return the neighbours from which nothing has come, in this process or before it was restarted."""
+        return [j for j in self.neighbours if math.isinf(self.silent(j))]
 
     def members(self, step: int) -> set[int]:
         with self._changed:

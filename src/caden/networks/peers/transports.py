@@ -175,18 +175,17 @@ class Free(Transport):
         received = torch.zeros_like(arcs)
         arrived = torch.zeros(len(arcs), 1, dtype=torch.bool, device=arcs.device)
         for j, row in self._take_new_rows().items():
-            received[self._arc[j]] = self._clipped(j, row)
+            received[self._arc[j]] = self._clipped(j, row, arcs[self._arc[j]])
             arrived[self._arc[j]] = True
         return received, arrived
 
-    def _clipped(self, neighbour: int, row: Tensor) -> Tensor:
-        """Return the message with its change limited to `clip`, if set."""
+    def _clipped(self, neighbour: int, row: Tensor, own: Tensor) -> Tensor:
+        """Return the message with its change limited to `clip`, if set; the first one is compared with our own."""
         if self._clip is None:
             return row
-        last = self._known.get(f"last.{neighbour}")
-        if last is not None:
-            change = row - last
-            row = last + change * min(1.0, self._clip / max(float(torch.linalg.vector_norm(change)), 1e-300))
+        last = self._known.get(f"last.{neighbour}", own)
+        change = row - last
+        row = last + change * min(1.0, self._clip / max(float(torch.linalg.vector_norm(change)), 1e-300))
         self._known[f"last.{neighbour}"] = row.clone()
         return row
 
