@@ -98,4 +98,9 @@ def make(kind: str, registry: Mapping[str, Factory], table: Mapping[str, Any], *
     ]
     if missing:
         raise CadenError(f"`{kind}.{missing[0]}` is missing: {table['name']} needs it.")
-    return function(**arguments)
+    try:
+        return function(**arguments)
+    except TypeError as error:
+        if "keyword argument" not in str(error):
+            raise
+        raise CadenError(f"`{kind}`: {str(error).rpartition('.')[2]}.") from None

@@ -71,7 +71,7 @@ def _end(message: str, code: int) -> NoReturn:
     """Print one line, in the first process of a job only: the others have met the same error."""
     job = launched()
     if job is None or job.rank == 0:
-        print(f"caden: {message}", file=sys.stderr)
+        print(f"caden: {' '.join(message.splitlines())}", file=sys.stderr)
     _exit(code)
 
 

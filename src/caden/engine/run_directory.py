@@ -173,7 +173,9 @@ class RunDirectory:
             raise CadenError(f"{self.path} is not a run directory, or it is damaged.") from None
         rows, target = self.read(), table.get("target")
         target = target if isinstance(target, float) else None
-        return Record(self.path, table, rows, summary or summarise(rows, target, "unfinished"), versions)
+        if not {"round", "stopped"} <= set(summary):  # none, or not one of ours
+            summary = summarise(rows, target, "unfinished")
+        return Record(self.path, table, rows, summary, versions)
 
     def graph(self) -> Graph | None:
         """Return the graph of the run, from its edges; None if the directory has none."""
