@@ -5,10 +5,14 @@ import os
 import random
 import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -24,6 +28,8 @@ from caden.experiments.replay import replay
 from caden.networks import Network
 from caden.networks.peers import Fleet, Free, certify
 from caden.networks.peers import link as _link
+from caden.networks.peers.certificates import link_errors, require_valid
+from caden.networks.peers.fleet import free_ports
 from caden.schedules import Draw
 from conftest import newest
 from peers import QUADRATIC, as_process, as_threads, fleet_file, until
@@ -425,6 +431,75 @@ def test_with_certificates_only_the_fleet_gets_in_and_everyone_speaks_for_themse
 
 def memory():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Listener:
+    """An endpoint with the certificate of an agent, as a peer would have it."""
+
+    def __init__(self, folder, agent):
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / f"agent-{agent}.pem", folder / f"agent-{agent}.key")
+        context.load_verify_locations(folder / "ca.pem")
+        context.verify_mode = ssl.CERT_REQUIRED
+        self._context = context
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        while True:
+            try:
+                plain, _ = self.socket.accept()
+                with suppress(OSError), self._context.wrap_socket(plain, server_side=True) as secure:
+                    secure.settimeout(1)
+                    secure.recv(1)
+            except OSError:
+                return
+
+
+def test_links_say_why_they_do_not_stand(tmp_path):
+    """A neighbour that is up, one of another authority, one that refuses ours, and one that is not there."""
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    certify(ours, ["127.0.0.1"] * 4), certify(others, ["127.0.0.1"] * 4)
+    up, stranger = Listener(ours, 1), Listener(others, 2)
+    (closed,) = free_ports(1)
+    ports = [closed, up.port, stranger.port, closed]
+    fleet = Fleet(name="x", endpoints=[f"tls/127.0.0.1:{port}" for port in ports], certificates="ours")
+    errors = link_errors(fleet, caden.graphs.complete(4), 0, tmp_path)
+    up.socket.close(), stranger.socket.close()
+    assert errors[1] == "" and "certificate is refused here" in errors[2] and "refused" in errors[3]
+
+
+def test_certificates_that_neighbours_would_refuse_are_refused_at_once(tmp_path):
+    folder, now = tmp_path / "own", datetime.now(UTC)
+    certify(folder, ["127.0.0.1"] * 2)
+    require_valid(folder, 0)
+    with pytest.raises(CadenError, match=r"is not valid before .* is the clock here right"):
+        require_valid(folder, 0, now - timedelta(hours=1))
+    with pytest.raises(CadenError, match=r"expired on .*caden fleet renew"):
+        require_valid(folder, 0, now + timedelta(days=400))
+    with pytest.warns(UserWarning, match="expires on"):
+        require_valid(folder, 0, now + timedelta(days=350))
+    certify(tmp_path / "foreign", ["127.0.0.1"] * 2)
+    shutil.copy(tmp_path / "foreign" / "ca.pem", folder / "ca.pem")
+    with pytest.raises(CadenError, match="was not signed by the authority"):
+        require_valid(folder, 0)
+    (folder / "agent-0.pem").write_text("nothing")
+    with pytest.raises(CadenError, match="is not a certificate"):
+        require_valid(folder, 0)
+
+
+def test_certificates_can_be_renewed_and_links_checked_from_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert runner.invoke(app, ["fleet", "init", "--agents", "3", "--tls"]).exit_code == 0
+    before = (tmp_path / "FLEET-certificates" / "ca.pem").read_bytes()
+    renewed = runner.invoke(app, ["fleet", "renew", "FLEET.toml"])
+    assert renewed.exit_code == 0 and "restart all peers" in renewed.stdout
+    assert (tmp_path / "FLEET-certificates" / "ca.pem").read_bytes() != before
+    (old,) = tmp_path.glob("FLEET-certificates.old-*")
+    assert (old / "ca.pem").read_bytes() == before
+    checked = runner.invoke(app, ["fleet", "check", "FLEET.toml", "--agent", "0"])
+    assert checked.exit_code == 1 and checked.stdout.count("refused") == 2
 
 
 def test_a_thousand_malformed_messages_leave_the_receiver_running(tmp_path):

@@ -99,6 +99,39 @@ def init(
     Console().print(f"{file}: {agents} agents{keys}", soft_wrap=True)
 
 
+@fleet_app.command()
+def renew(file: FleetFile) -> None:
+    """Make new certificates for all agents of a fleet. The old ones are kept beside them."""
+    from caden.experiments.config import read_toml
+    from caden.experiments.fleet_file import renew_certificates
+    from caden.networks.peers.fleet import Fleet
+
+    folder, old = renew_certificates(file, Fleet.from_table(read_toml(file).get("fleet")))
+    print(f"{folder}: give each machine ca.pem and its own pair of files, then restart all peers (old ones: {old})")
+
+
+@fleet_app.command()
+def check(
+    file: FleetFile,
+    agent: Annotated[int, typer.Option(help="Which agent of the fleet this machine runs.")],
+    no_code: NoCode = False,
+) -> None:
+    """Show which links of an agent stand. Names the cause of those that do not."""
+    from caden.experiments.config import experiment
+    from caden.networks.peers.certificates import link_errors
+    from caden.networks.peers.fleet import Fleet
+
+    with outside_code(no_code):
+        config = experiment(file)
+        fleet = Fleet.of(config)
+        graph = config.build(lambda graph: fleet.hosted_agents(graph, agent))[2]
+    errors = link_errors(fleet, graph, agent, file.parent)
+    for neighbour, error in errors.items():
+        print(f"agent {agent} - agent {neighbour} ({fleet.endpoints[neighbour]}): {error or 'up'}")
+    if any(errors.values()):
+        raise typer.Exit(1)
+
+
 @fleet_app.command("run")
 def run_fleet(file: FleetFile, out: Out = None) -> None:
     """Start all agents of a fleet on this machine. Ctrl-C stops them in an orderly way."""

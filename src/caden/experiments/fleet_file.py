@@ -48,6 +48,24 @@ def write_fleet(file: Path, agents: int, graph: str, mode: str, hosts: list[str]
     return folder
 
 
+def renew_certificates(file: Path, fleet: Fleet) -> tuple[Path, Path]:
+    """Make a new authority and new certificates; return their folder and the one that holds the old ones.
+
+    The old authority's key was never kept, so that all agents need the new files.
+    """
+    if not fleet.certificates:
+        raise CadenError("The fleet has no certificates: its endpoints are tcp/.")
+    folder = file.parent / fleet.certificates
+    hosts = [endpoint.partition("/")[2].rpartition(":")[0] for endpoint in fleet.endpoints]
+    fresh = folder.with_name(f"{folder.name}.new")
+    certify(fresh, hosts)
+    old = folder.with_name(f"{folder.name}.old-{secrets.token_hex(3)}")
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    return folder, old
+
+
 def _host_per_agent(hosts: list[str], agents: int) -> list[str]:
     """Return one host for each agent."""
     for host in hosts:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from caden.errors import CadenError, Interrupted, RunError
 from caden.graphs import Graph
+from caden.networks.peers.certificates import files_of, require_valid
 from caden.networks.peers.fleet import Fleet
 from caden.networks.peers.transports import LANES
 
@@ -195,13 +196,11 @@ class ZenohLink:
         }
         if fleet.certificates:
             folder = self._home / fleet.certificates
-            files = {n: folder / n for n in ("ca.pem", f"agent-{me}.pem", f"agent-{me}.key")}
-            for file in files.values():
-                if not file.exists():
-                    raise CadenError(f"{file} is missing; `caden fleet init --tls` creates certificates.")
-            own = {"private_key": str(files[f"agent-{me}.key"]), "certificate": str(files[f"agent-{me}.pem"])}
+            require_valid(folder, me)
+            authority, certificate, key_file = files_of(folder, me)
+            own = {"private_key": str(key_file), "certificate": str(certificate)}
             settings["transport/link/tls"] = {
-                "root_ca_certificate": str(files["ca.pem"]),
+                "root_ca_certificate": str(authority),
                 "enable_mtls": True,
                 **{f"{side}_{k}": v for side in ("listen", "connect") for k, v in own.items()},
             }
