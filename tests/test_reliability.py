@@ -636,3 +636,53 @@ def test_the_theory_report_does_not_contradict_itself(tmp_path, monkeypatch, cap
     text = " ".join(capsys.readouterr().out.split())
     assert "must diverge" in text and "│ a bound follows" not in text
     assert re.search(r"mu_z │ 3 │ >= 3 │ holds", text)
+
+
+# Kills at random moments, over kinds of methods and of networks.
+
+KILLED = """
+import sys
+import caden
+sys.path.insert(0, {tests!r})
+from test_reliability import arranged
+method, problem, graph, options = arranged({seed})
+begun = lambda row, state: print("begun", flush=True) if row["round"] else None
+caden.simulate(method, problem, graph, 400, directory={directory!r}, callbacks=[begun], picture=False, **options)
+"""
+
+
+def arranged(seed):
+    """A method, a problem, a graph and conditions that suit each other."""
+    rng, methods = random.Random(seed), caden.methods
+    kinds = [
+        (methods.caden(relax=0.8), [{}, {"participation": 0.6}, {"links": 0.7}, {"messages": {"bits": 8}}]),
+        (methods.caden(mu_z=1.0), [{"participation": 0.5, "messages": {"top": 0.4}}, {"local_steps": [1, 2, 3, 4, 5]}]),
+        (methods.gt(0.05), [{}, {"participation": 0.5}, {"messages": {"loss": 0.2, "burst": 3}}]),
+        (methods.adapd(0.5), [{}, {"participation": 0.5}, {"messages": {"delay": 2}}]),
+        (methods.radmm(0.4), [{"messages": {"loss": 0.3, "delay": 3}, "participation": 0.6}, {"links": 0.5}]),
+        (methods.lt_admm(), [{"messages": {"loss": 0.2}}, {"messages": {"bits": 6}}]),
+        (methods.dinno(0.2), [{}, {"participation": 0.7}]),
+        (methods.accelerated({"name": "gt", "alpha": 0.05}), [{}]),
+        (methods.esom(), [{}, {"participation": 0.9}]),
+        (methods.proxskip(0.1, 0.5), [{}, {"participation": 0.8}]),
+    ]
+    method, conditions = rng.choice(kinds)
+    common = {"deterministic": True, "checkpoint_every": rng.choice([1, 3, 7]), "record_every": rng.choice([1, 5])}
+    problem = caden.problems.quadratic(agents=5, dim=3, seed=1)
+    return method, problem, caden.graphs.complete(5), {**common, **rng.choice(conditions), "seed": seed}
+
+
+@pytest.mark.filterwarnings("ignore:.*damaged.*:UserWarning")
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 100))])
+def test_a_run_killed_at_a_random_moment_ends_in_the_same_bits(tmp_path, seed):
+    method, problem, graph, options = arranged(seed)
+    whole = caden.simulate(method, problem, graph, 400, **options)
+    program = KILLED.format(tests=str(Path(__file__).parent), seed=seed, directory=str(tmp_path / "r"))
+    process = subprocess.Popen([sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(random.Random(seed).random() * 0.7)
+    process.kill()
+    process.wait(), process.stdout.close()
+    again = caden.simulate(method, problem, graph, 400, directory=tmp_path / "r", resume=True, picture=False, **options)
+    assert torch.equal(again.x, whole.x)
+    assert rows(again) == rows(whole)

@@ -1,4 +1,4 @@
-"""Jobs of several processes: the one that a launcher started this process in, and starting one on this machine."""
+"""Jobs of several processes: the job that this process belongs to, and starting one on this machine."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Job(NamedTuple):
-    """One process among those that work as one run."""
+    """One of the processes that work together on a run."""
 
     rank: int
     world: int
@@ -24,7 +24,7 @@ class Job(NamedTuple):
 
 
 def launched() -> Job | None:
-    """Return the job of this process, or None if it stands alone."""
+    """Return the job of this process, or None if it runs alone."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world < 2:
         return None
@@ -40,14 +40,14 @@ def launched() -> Job | None:
     )
 
 
-GRACE = 4.0  # seconds that ranks have to end after they were told to
+GRACE = 4.0  # seconds that ranks have to end after being told to
 
 
 def start(command: list[str], processes: int) -> int:
     """Run a command as the ranks of a job on this machine; return the exit code of the first that fails, else 0.
 
-    The ranks have a session of their own: Ctrl-C and SIGTERM reach them through this process only, once. They also end
-    if this process does (`watch`).
+    The ranks run in sessions of their own, so Ctrl-C and SIGTERM reach them only through this process, once. They also
+    end if this process does (`watch`).
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -75,7 +75,7 @@ def start(command: list[str], processes: int) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], told: threading.Event) -> int:
-    """Wait until all ranks have ended, or one has failed, or we were told to stop and have passed it on."""
+    """Wait until all ranks have ended, or until a short delay after one has failed or all were told to stop."""
     deadline = None
     while any(rank.poll() is None for rank in ranks):
         code = next((rank.returncode for rank in ranks if rank.returncode), 0)
@@ -94,7 +94,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], told: threading.Event) -> int:
 
 @contextmanager
 def _told_to_stop(told: threading.Event) -> Iterator[None]:
-    """Set `told` on SIGINT and SIGTERM, where this is the main thread."""
+    """Set `told` on SIGINT and SIGTERM, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -107,7 +107,7 @@ def _told_to_stop(told: threading.Event) -> Iterator[None]:
 
 
 def watch() -> None:
-    """In a rank that `start` started: end when the launcher is gone, however it went."""
+    """In a rank that `start` started, end when the launcher is gone, however it ended."""
     launcher = os.environ.get("CADEN_LAUNCHER")
     if launcher is None or os.getppid() != int(launcher):
         return

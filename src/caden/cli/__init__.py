@@ -1,6 +1,6 @@
 """The command line: parse, call, print. Exit code 0 means done, 1 a failed run, 2 bad input.
 
-A command imports what it needs when it is called, so that help and usage errors do not wait for torch.
+A command imports what it needs when it is called, so help and usage errors do not wait for torch.
 """
 
 import os
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """End the process; a rank of a job at once, since threads of torch.distributed can abort an orderly end."""
+    """End the process; a rank of a job immediately, since torch.distributed threads can abort an orderly exit."""
     if launched() is not None:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
@@ -68,7 +68,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    """Print one line, in the first process of a job only: the others have met the same error."""
+    """Print one line, in the first process of a job only: the others hit the same error."""
     job = launched()
     if job is None or job.rank == 0:
         print(f"caden: {' '.join(message.splitlines())}", file=sys.stderr)
@@ -76,7 +76,7 @@ def _end(message: str, code: int) -> NoReturn:
 
 
 def _refuse_usage(error: Exception) -> NoReturn:
-    """Print what the parser says about the arguments, or the help where there are none."""
+    """Print what the parser says about the arguments, or the help if there are none."""
     message: str = error.format_message()  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
@@ -88,7 +88,7 @@ def _refuse_usage(error: Exception) -> NoReturn:
 
 
 def _end_unexpected(error: RuntimeError | MemoryError) -> NoReturn:
-    """Explain missing memory and a lost job in one line; everything else is a bug and keeps its traceback."""
+    """Explain a lack of memory or a lost job in one line; everything else is a bug and keeps its traceback."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, MemoryError) or "allocate memory" in line:
         print(f"caden: There is not enough memory: {line.rpartition(': ')[2].partition('. ')[0]}.", file=sys.stderr)

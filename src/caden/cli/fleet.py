@@ -1,4 +1,4 @@
-"""The commands of peers: `caden peer`, `caden fleet`, `caden fleet init`, `caden replay`."""
+"""The commands for peers: `caden peer`, `caden fleet`, `caden fleet init`, `caden replay`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from caden.cli.code import OutsideCode, outside_code
 if TYPE_CHECKING:
     from rich.table import Table
 
-FleetFile = Annotated[Path, typer.Argument(metavar="FLEET.toml", help="File of the fleet.")]
-Out = Annotated[Path | None, typer.Option(help="Directory of the fleet; by default runs/NAME.")]
+FleetFile = Annotated[Path, typer.Argument(metavar="FLEET.toml", help="Fleet file.")]
+Out = Annotated[Path | None, typer.Option(help="Fleet directory; by default runs/NAME.")]
 
 
 class _RunByDefault(TyperGroup):
@@ -32,12 +32,12 @@ class _RunByDefault(TyperGroup):
         return super().resolve_command(ctx, args if args[0] in self.commands else ["run", *args])
 
 
-fleet_app = typer.Typer(cls=_RunByDefault, no_args_is_help=True, help="Start a fleet of peers, or write its file.")
+fleet_app = typer.Typer(cls=_RunByDefault, no_args_is_help=True, help="Set up, check or start a fleet of peers.")
 
 
 def peer(
     file: FleetFile,
-    agent: Annotated[int, typer.Option(help="Which agent of the fleet this is.")],
+    agent: Annotated[int, typer.Option(help="Number of the agent to run.")],
     out: Out = None,
     no_code: NoCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON lines.")] = False,
@@ -79,16 +79,16 @@ def _status_line(status: dict[str, Any]) -> str:
 
 @fleet_app.command()
 def init(
-    file: Annotated[Path, typer.Argument(metavar="FLEET.toml")] = Path("FLEET.toml"),
-    agents: Annotated[int, typer.Option(help="How many agents.")] = 6,
+    file: Annotated[Path, typer.Argument(metavar="FLEET.toml", help="File to write.")] = Path("FLEET.toml"),
+    agents: Annotated[int, typer.Option(help="Number of agents.")] = 6,
     graph: Annotated[str, typer.Option(help="Name of a graph.")] = "ring",
     lockstep: Annotated[
-        bool, typer.Option("--lockstep", help="Exact rounds instead of each agent at its own pace.")
+        bool, typer.Option("--lockstep", help="Run exact rounds instead of each agent at its own pace.")
     ] = False,
-    tls: Annotated[bool, typer.Option("--tls", help="Make a certificate authority and certificates.")] = False,
-    hosts: Annotated[str, typer.Option(help="Where the agents are, separated by commas.")] = "127.0.0.1",
+    tls: Annotated[bool, typer.Option("--tls", help="Create a certificate authority and certificates.")] = False,
+    hosts: Annotated[str, typer.Option(help="Hosts of the agents, separated by commas.")] = "127.0.0.1",
 ) -> None:
-    """Write the file of a fleet: the digits, relaxed ADMM with L-BFGS, all agents on this machine."""
+    """Write a fleet file. The default is relaxed ADMM with L-BFGS on the digits, all agents on this machine."""
     from rich.console import Console
 
     from caden.experiments.fleet_file import write_fleet
@@ -101,7 +101,7 @@ def init(
 
 @fleet_app.command()
 def renew(file: FleetFile) -> None:
-    """Make new certificates for all agents of a fleet. The old ones are kept beside them."""
+    """Create new certificates for all agents of a fleet. The old ones are kept next to them."""
     from caden.experiments.config import read_toml
     from caden.experiments.fleet_file import renew_certificates
     from caden.networks.peers.fleet import Fleet
@@ -113,10 +113,10 @@ def renew(file: FleetFile) -> None:
 @fleet_app.command()
 def check(
     file: FleetFile,
-    agent: Annotated[int, typer.Option(help="Which agent of the fleet this machine runs.")],
+    agent: Annotated[int, typer.Option(help="Number of the agent that this machine runs.")],
     no_code: NoCode = False,
 ) -> None:
-    """Show which links of an agent stand. Names the cause of those that do not."""
+    """Show which links of an agent are up. Name the cause for each one that is not."""
     from caden.experiments.config import experiment
     from caden.networks.peers.certificates import link_errors
     from caden.networks.peers.fleet import Fleet
@@ -134,7 +134,7 @@ def check(
 
 @fleet_app.command("run")
 def run_fleet(file: FleetFile, out: Out = None) -> None:
-    """Start all agents of a fleet on this machine. Ctrl-C stops them in an orderly way."""
+    """Start all agents of a fleet on this machine. Ctrl-C stops them cleanly."""
     from rich.console import Console
     from rich.live import Live
 
@@ -216,8 +216,8 @@ def _table(title: str, states: list[dict[str, Any]], processes: list[subprocess.
     return table
 
 
-def replay_fleet(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the fleet.")]) -> None:
-    """Repeat a free-running fleet from its logs. Runs in this process and compares the bits."""
+def replay_fleet(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Fleet directory.")]) -> None:
+    """Repeat a free-running fleet from its logs. Run it in this process and compare the bits."""
     from caden.experiments.replay import replay
 
     results = replay(folder)

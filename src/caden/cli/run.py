@@ -56,11 +56,11 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Run directory; by default a new one under runs/.")] = None,
     events: Annotated[Path | None, typer.Option("--tensorboard", help="Folder for TensorBoard event files.")] = None,
     processes: Annotated[int, typer.Option(help="Number of processes to spread the agents over.")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and run nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time without running.")] = False,
     no_code: NoCode = False,
     as_json: Json = False,
 ) -> None:
-    """Run an experiment. Without a file: the paper's setting on the embedded digits."""
+    """Run an experiment. Without a file, run the paper's setting on the embedded digits."""
     from caden.cli import show
     from caden.experiments import forecast
     from caden.experiments.config import experiment
@@ -97,11 +97,11 @@ def _run(config: Experiment, out: Path | None, events: Path | None, processes: i
 
 def resume(
     directory: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    processes: Annotated[int, typer.Option(help="Number of processes; it may differ from before.")] = 1,
+    processes: Annotated[int, typer.Option(help="Number of processes; may differ from before.")] = 1,
     no_code: NoCode = False,
     as_json: Json = False,
 ) -> None:
-    """Continue an interrupted run. It ends in the same bytes as a run without the interruption."""
+    """Continue an interrupted run. It ends with the same bytes as an uninterrupted run."""
     from caden.engine.run_directory import RunDirectory
     from caden.experiments.config import experiment
 
@@ -122,13 +122,13 @@ def resume(
 
 def compare(
     file: File = None,
-    methods: Annotated[str, typer.Option(help="Names of methods, separated by commas.")] = "caden,caden_gd,gt,adapd",
+    methods: Annotated[str, typer.Option(help="Method names, separated by commas.")] = "caden,caden_gd,gt,adapd",
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Directory for all runs; by default a new one under runs/.")] = None,
     no_code: NoCode = False,
     as_json: Json = False,
 ) -> None:
-    """Run several methods on the same data, graph and start. Set parameters by --set compare.METHOD.KEY=VALUE."""
+    """Run several methods on the same data, graph and start. Set parameters with --set compare.METHOD.KEY=VALUE."""
     from caden.cli import show
     from caden.experiments.compare import compare_experiment
     from caden.experiments.config import experiment

@@ -12,7 +12,9 @@ from caden.cli.arguments import File, Json, NoCode, Settings
 from caden.cli.code import outside_code
 from caden.errors import CadenError, require_choice, require_integer
 
-Jobs = Annotated[int, typer.Option(help="Processes that share the cores; each runs one experiment at a time.")]
+Jobs = Annotated[
+    int, typer.Option(help="Number of processes that share the cores; each runs one experiment at a time.")
+]
 JOBS = min(4, os.cpu_count() or 1)
 KINDS = ("methods", "problems", "graphs", "solvers", "schedules", "partitions", "data")
 BENCHMARKS = ("many", "paper", "small")
@@ -21,7 +23,7 @@ BENCHMARKS = ("many", "paper", "small")
 def theory(file: File = None, settings: Settings = None, no_code: NoCode = False, as_json: Json = False) -> None:
     """Report what theory predicts for an experiment.
 
-    Conditions, constants, stability, rate and a recommendation.
+    This covers conditions, constants, stability, rate and a recommendation.
     """
     from caden.cli import show
     from caden.experiments.config import experiment
@@ -33,17 +35,19 @@ def theory(file: File = None, settings: Settings = None, no_code: NoCode = False
 
 
 def tune(
-    method: Annotated[str, typer.Argument(metavar="METHOD|all", help="A method, several with commas, or all.")],
+    method: Annotated[str, typer.Argument(metavar="METHOD|all", help="A method, several separated by commas, or all.")],
     file: File = None,
     settings: Settings = None,
-    trials: Annotated[int, typer.Option(help="Points of the search space.")] = 18,
-    rounds: Annotated[int, typer.Option(help="Rounds of each; the best third gets 3 times, the best ninth 9.")] = 20,
-    out: Annotated[Path, typer.Option(help="Folder of the trials; finished ones are not run again.")] = Path("tuning"),
+    trials: Annotated[int, typer.Option(help="Number of points to try in the search space.")] = 18,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds per trial; 3 times as many for the best third, 9 for the best ninth.")
+    ] = 20,
+    out: Annotated[Path, typer.Option(help="Folder for the trials; finished ones are not rerun.")] = Path("tuning"),
     jobs: Jobs = JOBS,
     no_code: NoCode = False,
     as_json: Json = False,
 ) -> None:
-    """Tune methods with equal budgets on held-out training samples. Set spaces by --set tune.METHOD.KEY=..."""
+    """Tune methods with equal budgets on held-out samples. Set search spaces with --set tune.METHOD.KEY=..."""
     from caden.cli import show
     from caden.experiments.config import experiment
     from caden.experiments.store import RunStore
@@ -57,16 +61,18 @@ def tune(
 
 
 def reproduce(
-    parts: Annotated[list[str] | None, typer.Argument(metavar="PART", help="fig1, fig2, table1 ... all.")] = None,
+    parts: Annotated[
+        list[str] | None, typer.Argument(metavar="PART", help="fig1, fig2, table1, ...; all by default.")
+    ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tenth of the data and of the rounds, and a small network.")
+        bool, typer.Option("--quick", help="Use a tenth of the data and rounds, and a small network.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the runs and the page; finished runs are not run again.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for the runs and the page; finished runs are not rerun.")] = Path(
         "results"
     ),
     jobs: Jobs = JOBS,
 ) -> None:
-    """Run the paper's experiments and more. Write a page about them."""
+    """Run the paper's experiments and more. Write a page of results."""
     from rich.console import Console
 
     from caden import report, reproduce
@@ -87,7 +93,7 @@ def reproduce(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, or folders of them.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, or folders containing them.")],
     out: Annotated[Path, typer.Option(help="Folder for the page and its files.")] = Path("report"),
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Decentralized runs",
 ) -> None:
@@ -128,11 +134,11 @@ def list_(
 
 def bench(
     parts: Annotated[list[str] | None, typer.Argument(help=f"Any of {', '.join(BENCHMARKS)}; all by default.")] = None,
-    repeats: Annotated[int, typer.Option(help="How often each ratio is measured.")] = 5,
-    history: Annotated[Path, typer.Option(help="File that keeps all measurements.")] = Path("runs/bench.jsonl"),
+    repeats: Annotated[int, typer.Option(help="How many times to measure each ratio.")] = 5,
+    history: Annotated[Path, typer.Option(help="File that stores all measurements.")] = Path("runs/bench.jsonl"),
     as_json: Json = False,
 ) -> None:
-    """Measure speed as ratios. They compare with the hardware's limit and with hand-written loops."""
+    """Measure speed as ratios. The references are the hardware's limit and hand-written loops."""
     names = [require_choice("part", part, BENCHMARKS) for part in parts or BENCHMARKS]
     require_integer("repeats", repeats, least=1)
     from caden.cli import show
@@ -154,7 +160,7 @@ def data_list() -> None:
 
 
 def data_fetch(names: Annotated[list[str], typer.Argument(metavar="NAME", help="Names of data sets.")]) -> None:
-    """Download data sets and verify them."""
+    """Download and verify data sets."""
     from caden import data
     from caden.cli import show
 

@@ -1,7 +1,7 @@
 """Saving and restoring a run's state: safetensors files with a digest, two generations, one part per process.
 
-A generation is the parts `checkpoint.ROUND.RANKofWORLD.safetensors`; it counts once all of them are on disk. The newest
-one and the one before are kept, so that a damaged file costs no more than the rounds between two checkpoints.
+A generation consists of the parts `checkpoint.ROUND.RANKofWORLD.safetensors`; it counts once all are on disk. The
+newest one and the one before it are kept, so a damaged file costs at most the rounds between two checkpoints.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from caden.engine import durable
 from caden.errors import CadenError
 from caden.networks.transport import Transport
 
-FORMAT = 2  # of run directories and checkpoints; version 0.1 wrote format 1, without saying so
+FORMAT = 2  # of run directories and checkpoints; version 0.1 wrote format 1 without labelling it
 _PART = re.compile(r"checkpoint\.(\d+)\.(\d+)of(\d+)\.safetensors")
 
 
@@ -113,9 +113,9 @@ class Checkpoints:
         return {key: [complete[key][rank] for rank in range(key[1])] for key in sorted(complete, reverse=True)}
 
     def load(self) -> list[Part] | None:
-        """Return all parts of the newest generation that is whole in every process; None if there is none at all.
+        """Return the newest generation that is intact in every process, as parts; None if there is none.
 
-        The parts of another number of processes are all read; those of this number, only this process's own.
+        If the number of processes has changed, all parts are read; otherwise only this process's own.
         """
         if any(self._folder.glob("checkpoint.safetensors")) or (self._folder / "checkpoint.json").exists():
             raise CadenError(
@@ -139,7 +139,7 @@ class Checkpoints:
         return None
 
     def _readable(self) -> Iterator[tuple[tuple[int, int], list[Part] | None, str]]:
-        """Each generation as this process reads it, with the error if it cannot."""
+        """Yield each generation as this process reads it, or the error if it cannot."""
         rank, world = self._transport.rank, self._transport.world
         for key, files in self.generations().items():
             try:
@@ -151,7 +151,7 @@ class Checkpoints:
     def save(
         self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float], facts: Mapping[str, Any], sync: bool = True
     ) -> None:
-        """Add a generation, and delete all but the last two."""
+        """Add a generation and delete all but the last two."""
         rank, world, index = self._transport.rank, self._transport.world, int(numbers["round"])
         save(self._folder / f"checkpoint.{index}.{rank}of{world}.safetensors", tensors, numbers, facts, sync)
         self._transport.reduce([0], "max")  # all parts are on disk

@@ -1,7 +1,7 @@
-"""Files that survive a power cut: a reader finds the old content or the new, never a part.
+"""Files that survive a power cut: a reader sees the old content or the new, never a part.
 
-A write goes to a file of another name, which is forced to disk before it takes the place of the old one. Then the
-folder is forced to disk as well. The functions at the top are the only ones that touch the disk.
+A write goes to a file with another name, which is forced to disk before it replaces the old one. Then the folder is
+forced to disk as well. Only the functions at the top touch the disk.
 """
 
 import os
@@ -27,7 +27,7 @@ def truncate(path: Path, size: int) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file another name, in place of what had that name."""
+    """Rename a file, replacing any file that has the new name."""
     os.replace(source, target)
 
 
@@ -46,13 +46,13 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Force the names in a folder to disk, where the system can."""
-    with suppress(OSError):  # not everywhere can a folder be opened
+    """Force the names in a folder to disk, where the system supports it."""
+    with suppress(OSError):  # some systems cannot open a folder
         sync(path)
 
 
 def replace(path: Path, fill: Callable[[Path], object], durable: bool = True) -> None:
-    """Replace a file by what `fill` writes; forced to disk unless `durable` is False."""
+    """Replace a file with what `fill` writes; force it to disk unless `durable` is False."""
     scratch = path.with_name(f"{path.name}.tmp")
     try:
         create(scratch, fill)
@@ -68,5 +68,5 @@ def replace(path: Path, fill: Callable[[Path], object], durable: bool = True) ->
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file by a text."""
+    """Replace the content of a file with `text`."""
     replace(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))

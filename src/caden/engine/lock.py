@@ -13,14 +13,14 @@ except ImportError:  # not on every system; there, nothing is locked
 
 
 class DirectoryLock:
-    """The lock of a run directory, in its file `.lock`, which names the process that holds it."""
+    """The lock of a run directory: its file `.lock`, which names the process that holds it."""
 
     def __init__(self, directory: Path):
         self._directory = directory
         self._file: Any = None
 
     def acquire(self) -> None:
-        """Take the lock, or say which process has it."""
+        """Acquire the lock, or raise an error that names the process holding it."""
         if fcntl is None or self._file is not None:
             return
         file = (self._directory / ".lock").open("a+")
@@ -39,7 +39,7 @@ class DirectoryLock:
         self._file = file
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None

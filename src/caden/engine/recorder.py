@@ -65,7 +65,7 @@ class Recorder:
             self._writes.create(config, seed, self.run.network.graph)
 
     def reopen(self, part: Part | None) -> None:
-        """Continue after a checkpoint, or from the start: later rows are dropped, and will be recorded again."""
+        """Continue after a checkpoint, or from the start: later rows are dropped and will be recorded again."""
         if self.run_dir and part is not None:
             size = part.facts.get("metrics", {}).get("bytes")  # known in the part of the first process
             self.rows = self.run_dir.read(size, last=self.run.index)
@@ -82,7 +82,7 @@ class Recorder:
         return row
 
     def save(self, tensors: Mapping[str, Tensor] = MappingProxyType({}), sync: bool = True, **numbers: float) -> None:
-        """Write a checkpoint, with additions of the caller; what it depends on is on disk before it."""
+        """Write a checkpoint with the caller's additions; the metrics it depends on are on disk before it."""
         if self._checkpoints is None or self.run_dir is None:
             return
         own = self.run.flatten()
@@ -105,7 +105,7 @@ class Recorder:
         return result
 
     def finish(self, target: float | None, stopped: str, picture: bool) -> Result:
-        """Return the complete run, and write its last files."""
+        """Return the complete run and write its last files."""
         result = self._result(target, stopped)
         if self._writes:
             with explained(self._writes.path):
@@ -121,7 +121,7 @@ class Recorder:
 
 @contextmanager
 def explained(run_dir: Path) -> Iterator[None]:
-    """Turn an error of the file system into one line; what is on disk stays as it is."""
+    """Turn a file-system error into one line; what is on disk stays unchanged."""
     try:
         yield
     except OSError as error:

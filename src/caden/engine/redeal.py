@@ -1,7 +1,7 @@
-"""Checkpoints of another number of processes: their parts are put together and dealt anew.
+"""Checkpoints from a different number of processes: their parts are merged and redistributed.
 
-A tensor of a part belongs to hosted agents, edges or arcs, or is the same in all processes. Which of these follows from
-its size in every part and in the state that this process has at its start; if two kinds fit, the run is refused.
+A tensor of a part belongs to hosted agents, edges or arcs, or is the same in all processes. Its size in every part and
+in the initial state of this process determines which. If two kinds fit, the run is refused.
 """
 
 import re
@@ -15,23 +15,23 @@ from caden.errors import CadenError
 from caden.graphs import Graph
 from caden.networks.layout import Layout
 
-SUMMED = ("gradients", "rejected", "fallbacks", "stalled", "wire_bytes")  # numbers that every process counts for itself
+SUMMED = ("gradients", "rejected", "fallbacks", "stalled", "wire_bytes")  # counted by each process for itself
 
 
 class _Kind:
-    """How a kind of tensor is spread: where the entries of each part belong in the whole, and who has the say."""
+    """How a kind of tensor is distributed: where the entries of each part belong in the whole, and who owns them."""
 
     def __init__(self, total: int, places: Sequence[Tensor], owned: Sequence[Tensor], here: Tensor):
         self.total, self._places, self._owned, self._here = total, places, owned, here
 
     def fits(self, parts: Sequence[Tensor], wanted: Tensor | None, axis: int) -> bool:
-        """Return whether the sizes of the parts, and of the tensor wanted here, are those of this kind."""
+        """Return whether the sizes of the parts, and of the tensor wanted here, match this kind."""
         if any(part.ndim <= axis or part.shape[axis] != len(p) for part, p in zip(parts, self._places)):
             return False
         return wanted is None or (wanted.ndim > axis and wanted.shape[axis] == len(self._here))
 
     def deal(self, parts: Sequence[Tensor], axis: int) -> Tensor:
-        """Put the parts together, and return the entries of this process."""
+        """Merge the parts and return the entries of this process."""
         shape = list(parts[0].shape)
         shape[axis] = self.total
         whole = parts[0].new_zeros(shape)
@@ -60,7 +60,7 @@ def _kinds(graph: Graph, layouts: Sequence[Layout], here: Layout) -> dict[str, _
 
 
 def redeal(parts: Sequence[Part], state: Mapping[str, Tensor], here: Layout, first: bool) -> Part:
-    """Return the part of this process, given all parts of a checkpoint and the state at the start."""
+    """Return the part of this process, given all parts of a checkpoint and the initial state."""
     graph = here.graph
     layouts = [Layout(graph, part.facts["hosted"]) for part in parts]
     kinds = _kinds(graph, layouts, here)
@@ -83,7 +83,7 @@ def redeal(parts: Sequence[Part], state: Mapping[str, Tensor], here: Layout, fir
 
 
 def _one(name: str, parts: Sequence[Tensor], wanted: Tensor | None, kinds: Mapping[str, _Kind]) -> Tensor:
-    """Deal one tensor anew."""
+    """Redistribute one tensor."""
     if name.startswith("network."):
         kind, axis = _network_kind(name, parts, kinds)
         return parts[0] if kind is None else kinds[kind].deal(parts, axis)
@@ -101,7 +101,7 @@ def _one(name: str, parts: Sequence[Tensor], wanted: Tensor | None, kinds: Mappi
 
 
 def _network_kind(name: str, parts: Sequence[Tensor], kinds: Mapping[str, _Kind]) -> tuple[str | None, int]:
-    """Return the kind of a buffer of the network and the axis of its entries; None: the same in all processes."""
+    """Return the kind of a network buffer, None if it is the same in all processes, and the axis of its entries."""
     buffer = name.rpartition(".")[2]
     if buffer in ("queue", "due"):
         return "arcs", 1

@@ -31,7 +31,7 @@ _MAY_CHANGE = ("rounds", "checkpoint_every", "tolerance", "stop_at_target", "com
 
 
 class Record(NamedTuple):
-    """A run as read from its directory, without the problem; reports are made of these."""
+    """A run as read from its directory, without the problem; reports are built from these."""
 
     path: Path
     config: dict[str, Any]  # config.toml; empty for a run started from Python
@@ -48,7 +48,7 @@ class Record(NamedTuple):
 class RunDirectory:
     """The files of a run: configuration, versions, graph, metrics, checkpoints, weights, summary and picture.
 
-    Metrics are forced to disk before the checkpoint that counts on them. A checkpoint knows how many bytes of metrics
+    Metrics are forced to disk before the checkpoint that relies on them. A checkpoint records how many bytes of metrics
     precede it, their digest, and that of the configuration.
     """
 
@@ -63,7 +63,7 @@ class RunDirectory:
         self._written, self._digest = 0, hashlib.blake2b(digest_size=16)  # of the metrics
 
     def create(self, config: str, seed: int, graph: Graph) -> None:
-        """Make the directory with its configuration and graph; an existing one is never touched."""
+        """Create the directory with its configuration and graph; an existing one is never touched."""
         if self.path.exists():
             raise CadenError(f"{self.path} already exists: choose another directory, or resume that run.")
         facts = environment() | {"seed": str(seed), "format": str(FORMAT)}
@@ -88,7 +88,7 @@ class RunDirectory:
     # Metrics.
 
     def append(self, row: Row) -> None:
-        """Append a row, after the header if it is the first; later rows have its columns."""
+        """Append a row, after a header if it is the first; later rows have the same columns."""
         text = io.StringIO()
         fields = self._head(4096).decode().partition("\n")[0].split(",") if self._written else list(row)
         writer = csv.DictWriter(text, fields, extrasaction="ignore", lineterminator="\n")
@@ -114,7 +114,7 @@ class RunDirectory:
             return b""
 
     def facts(self, sync: bool = True) -> dict[str, Any]:
-        """Return what a checkpoint must know about the other files; the metrics are on disk then."""
+        """Return what a checkpoint must know about the other files, after forcing the metrics to disk if `sync`."""
         if sync and self.metrics.exists():
             durable.sync(self.metrics)
         metrics = {"bytes": self._written, "digest": self._digest.hexdigest()}
@@ -201,7 +201,7 @@ class RunDirectory:
         durable.replace_text(self.summary, json.dumps(jsonable(result.summary()), indent=1) + "\n")
 
     def finish(self, result: Result, picture: bool = True) -> None:
-        """Write the picture, the summary, the model, and last, as a sign that the run is complete, the weights."""
+        """Write the picture, the summary, the model and, last, the weights, which mark the run as complete."""
         if picture:
             self._draw(result)
         if self.metrics.exists():
@@ -213,7 +213,7 @@ class RunDirectory:
         checkpoint.save(self.weights, {"x": result.x, "mean": result.mean}, {"agents": len(result.x)})
 
     def _draw(self, result: Result) -> None:
-        """Draw the history; a picture that cannot be written never costs the result."""
+        """Draw the history; a picture that cannot be written never loses the result."""
         try:
             draw(figures({"": [result.history]}, result.target), self.path / "curves.png", title=_title(self.path))
         except (OSError, ValueError, RuntimeError) as error:
@@ -221,7 +221,7 @@ class RunDirectory:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file, or say that it cannot be read."""
+    """Parse a TOML file, or raise an error that says why it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -229,7 +229,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _title(run_dir: Path) -> str:
-    """Name the method and the data of a run directory, as far as its configuration does."""
+    """Return a title with the method and data of a run, or the directory's name if its configuration lacks them."""
     try:
         config = tomllib.loads((run_dir / "config.toml").read_text())
         problem = config["problem"]
@@ -239,7 +239,7 @@ def _title(run_dir: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions of what computes, and the machine."""
+    """Return the versions of Python and the packages, and the machine."""
     packages = ("caden-opt", "torch", "numpy", "scipy", "networkx", "scikit-learn", "pandas", "safetensors")
     machine = {"python": platform.python_version(), "machine": _processor(), "cores": str(os.cpu_count())}
     return {name: version(name) for name in packages} | machine

@@ -1,4 +1,4 @@
-"""`simulate`: run rounds of a method over a network, measure, checkpoint, stop."""
+"""`simulate`: run rounds of a method over a network, measure, checkpoint and stop."""
 
 import warnings
 from collections.abc import Mapping
@@ -45,15 +45,15 @@ def simulate(
         method: what the agents do, for example `caden.methods.caden()`.
         problem: what they minimise, for example `caden.problems.classification(...)`.
         graph: who talks to whom: a `Graph`, a networkx graph or an adjacency matrix.
-        rounds: number of rounds. Row t of the history is after t rounds; row 0 is the start, whose exchange of x^0 is
-            not counted.
+        rounds: number of rounds. Row t of the history describes the state after t rounds; row 0 is the start, whose
+            exchange of x^0 is not counted.
         seed: seed of all draws; each is a pure function of (seed, label, round, agent).
         x0: (d,) or (m, d) start; by default the model's own parameters, else zeros.
         warmup: local training before round 0, {"steps": 20, "step_size": 0.1}; it also estimates each agent's
             curvature.
-        progress: show a bar; by default on a terminal and in a notebook.
-        deterministic: one thread, deterministic kernels, and every row computed by itself: equal to the bit, also over
-            processes.
+        progress: show a progress bar; by default on a terminal and in a notebook.
+        deterministic: one thread, deterministic kernels, and every row computed by itself: bit-identical results, also
+            across processes.
         transport: what carries rows between processes, if the agents are spread over several
             (`networks.cluster.join`).
         options: the fields of `caden.Conditions` (participation, local_steps, messages, links), `caden.Stopping`
@@ -147,7 +147,7 @@ def _outside(method: str, sleep: bool, messages: Messages, links: bool) -> tuple
 
 
 def checked(method: Any, problem: Any, graph: Any) -> tuple[Method, Problem, Graph]:
-    """Return the three with the types that a run needs, or say what was passed instead."""
+    """Return the arguments with the types that a run needs, or raise an error that says what was passed instead."""
     if not isinstance(method, Method):
         if isinstance(method, str):
             raise CadenError(f"`method` must be a Method, got {method!r}: use `caden.methods.{method}()`.")
@@ -181,7 +181,7 @@ def _begin(run: Run, recorder: Recorder, start: Tensor, warmup: Warmup | None, s
 
 
 def _diverged(recorder: Recorder, stopping: Stopping, x0: Tensor | None, agents: list[int]) -> Diverged:
-    """Say when, who, and what to change: the method's parameters, or the data of an agent."""
+    """Return an error that says when, which agents, and what to change: the method's parameters or an agent's data."""
     run = recorder.run
     advice = run.method.advice or advice_for(run.method.name)
     values, gradients = run.problem.whole.value_and_grad(run.start(x0))

@@ -1,4 +1,4 @@
-"""Certificates of a fleet: what a peer checks before it trusts its own, and what a link says when it does not stand."""
+"""Certificates of a fleet: what a peer checks before it trusts its own, and why a link fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WARN_BEFORE = timedelta(days=30)
 
 
 def files_of(folder: Path, agent: int) -> tuple[Path, Path, Path]:
-    """Return the authority, the certificate and the key of an agent, all of which must exist."""
+    """Return the files of an agent's authority, certificate and key, all of which must exist."""
     files = folder / "ca.pem", folder / f"agent-{agent}.pem", folder / f"agent-{agent}.key"
     for file in files:
         if not file.exists():
@@ -52,7 +52,7 @@ def require_valid(folder: Path, agent: int, now: datetime | None = None) -> None
 
 
 def link_errors(fleet: Fleet, graph: Graph, agent: int, home: Path, timeout: float = 3.0) -> dict[int, str]:
-    """Try to reach each neighbour of an agent; return what is wrong with each link, or "" if it stands."""
+    """Try to reach each neighbour of an agent; return what is wrong with each link, or "" if it is up."""
     folder = home / fleet.certificates if fleet.certificates else None
     context = None
     if folder is not None:
