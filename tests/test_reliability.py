@@ -656,7 +656,7 @@ def arranged(seed):
     rng, methods = random.Random(seed), caden.methods
     kinds = [
         (methods.caden(relax=0.8), [{}, {"participation": 0.6}, {"links": 0.7}, {"messages": {"bits": 8}}]),
-        (methods.caden(mu_z=1.0), [{"participation": 0.5, "messages": {"top": 0.4}}, {"local_steps": [1, 2, 3, 4, 5]}]),
+        (methods.caden(mu_z=1.0), [{"messages": {"top": 0.7}}, {"local_steps": [1, 2, 3, 4, 5]}]),
         (methods.gt(0.05), [{}, {"participation": 0.5}, {"messages": {"loss": 0.2, "burst": 3}}]),
         (methods.adapd(0.5), [{}, {"participation": 0.5}, {"messages": {"delay": 2}}]),
         (methods.radmm(0.4), [{"messages": {"loss": 0.3, "delay": 3}, "participation": 0.6}, {"links": 0.5}]),
