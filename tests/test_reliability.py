@@ -465,6 +465,14 @@ def test_agents_with_a_single_sample_or_class_are_mentioned():
     assert problem.notes() == ["Agents 1 have a single sample.", "Agents 2 have samples of one class only."]
 
 
+def test_the_command_mentions_agents_with_one_class(tmp_path):
+    settings = ["problem.partition={name='shards', classes=1}", "graph.name=ring", "problem.hidden=4"]
+    settings += ["rounds=1", "warmup.steps=1", "problem.samples=200", "problem.agents=20"]
+    done = command("run", *(part for setting in settings for part in ("--set", setting)), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "have samples of one class only." in done.stderr
+
+
 # Processes.
 
 

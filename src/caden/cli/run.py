@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +37,8 @@ def _run_and_show(config: Experiment, directory: Path, resume: bool, as_json: bo
             show.result(error.result, config, as_json)
         raise
     if first:
+        for note in result.problem.notes():
+            warnings.warn(note, stacklevel=2)
         show.result(result, config, as_json)
 
 
