@@ -42,6 +42,16 @@ def command(*arguments, cwd, **options):
     )
 
 
+def in_process(arguments, monkeypatch, capsys):
+    """Exit code and standard error of the command, called here."""
+    from caden.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["caden", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code or 0, capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def small():
     return caden.problems.quadratic(agents=5, dim=3, seed=0), caden.graphs.ring(5)
@@ -237,37 +247,36 @@ def test_metrics_belong_to_the_checkpoint(small, tmp_path):
     run(small, tmp_path / "r", resume=True)
 
 
-def test_an_edited_configuration_is_refused_but_more_rounds_are_not(tmp_path):
-    done = command("run", *SMALL, "--out", "here", "--set", "rounds=6", "--set", "checkpoint_every=2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    file = tmp_path / "here" / "config.toml"
+def test_an_edited_configuration_is_refused_but_more_rounds_are_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    first = ["run", *SMALL, "--out", "here", "--set", "rounds=6", "--set", "checkpoint_every=2"]
+    assert in_process(first, monkeypatch, capsys)[0] == 0
+    file = Path("here/config.toml")
     text = file.read_text()
-    (tmp_path / "here" / "weights.safetensors").unlink()
-    for old, new in (
-        ("seed = 0", "seed = 1"),
-        ("participation = 1.0", "participation = 0.5"),
-        ("mu_z = 1.0", "mu_z = 2.0"),
-    ):
-        assert old in text
-        file.write_text(text.replace(old, new))
-        refused = command("resume", "here", cwd=tmp_path)
-        assert refused.returncode == 2 and "was changed" in refused.stderr and refused.stderr.count("\n") == 1
+    Path("here/weights.safetensors").unlink()
+    for setting, other in {"seed = 0": 1, "participation = 1.0": 0.5, "mu_z = 1.0": 2.0}.items():
+        assert setting in text
+        file.write_text(text.replace(setting, f"{setting.partition('=')[0]}= {other}"))
+        code, err = in_process(["resume", "here"], monkeypatch, capsys)
+        assert code == 2 and "was changed" in err and err.count("\n") == 1
     file.write_text(text.replace("rounds = 6", "rounds = 9"))
-    longer = command("resume", "here", "--json", cwd=tmp_path)
-    assert longer.returncode == 0 and json.loads(longer.stdout)["summary"]["round"] == 9
+    assert in_process(["resume", "here"], monkeypatch, capsys)[0] == 0
+    assert json.loads(Path("here/summary.json").read_text())["round"] == 9
 
 
-def test_weights_that_cannot_be_read_are_not_complete(tmp_path):
-    command("run", *SMALL, "--out", "here", "--set", "rounds=5", "--set", "checkpoint_every=2", cwd=tmp_path)
-    weights = tmp_path / "here" / "weights.safetensors"
+@pytest.mark.filterwarnings("always")
+def test_weights_that_cannot_be_read_are_not_complete(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    first = ["run", *SMALL, "--out", "here", "--set", "rounds=5", "--set", "checkpoint_every=2"]
+    assert in_process(first, monkeypatch, capsys)[0] == 0
+    weights = Path("here/weights.safetensors")
     good = weights.read_bytes()
     for bad in (b"", good[:-7]):
         weights.write_bytes(bad)
-        again = command("resume", "here", cwd=tmp_path)
-        assert again.returncode == 0, again.stderr
-        assert "The run is not complete" in again.stderr
+        code, err = in_process(["resume", "here"], monkeypatch, capsys)
+        assert code == 0 and "The run is not complete" in err
         assert torch.equal(load(weights).tensors["x"], load_bytes(good, tmp_path)["x"])
-    assert "nothing to resume" in command("resume", "here", cwd=tmp_path).stderr
+    assert "nothing to resume" in in_process(["resume", "here"], monkeypatch, capsys)[1]
 
 
 def load_bytes(data, folder):
@@ -335,7 +344,10 @@ def test_a_second_writer_is_refused_with_the_holders_number(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(6)
+    end = time.monotonic() + 60
+    while (tmp_path / "here" / ".lock").read_text() != str(process.pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.5)
     assert process.poll() is None  # the lock died with its holder
     process.send_signal(signal.SIGINT)
     assert "to continue" in process.communicate(timeout=30)[1]
@@ -391,15 +403,15 @@ CODE += "    import caden\n    return caden.graphs.ring(agents)\n"
 
 
 @pytest.fixture
-def hostile(tmp_path):
-    (tmp_path / "evil.py").write_text(CODE + '\nimport pathlib\npathlib.Path("imported").write_text("x")\n')
-    done = command(
-        "run", *SMALL, "--set", "graph.name=evil.py:graph", "--out", "run", "--set", "rounds=2", cwd=tmp_path
-    )
-    assert done.returncode == 0 and "running code from evil.py\n" in done.stderr
+def hostile(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("evil.py").write_text(CODE + '\nimport pathlib\npathlib.Path("imported").write_text("x")\n')
+    evil = ["--set", "graph.name=evil.py:graph", "--set", "rounds=2", "--out", "run"]
+    code, err = in_process(["run", *SMALL, *evil], monkeypatch, capsys)
+    assert code == 0 and "running code from evil.py\n" in err
     for mark in ("called", "imported"):
-        (tmp_path / mark).unlink()
-    return tmp_path
+        Path(mark).unlink()
+    return lambda *arguments: in_process(arguments, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
@@ -417,16 +429,16 @@ def hostile(tmp_path):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_reading_runs_no_code(hostile, arguments, code):
-    done = command(*arguments, cwd=hostile)
-    assert done.returncode == code, done.stderr
-    assert not (hostile / "called").exists() and not (hostile / "imported").exists()
+    ended, err = hostile(*arguments)
+    assert ended == code, err
+    assert not Path("called").exists() and not Path("imported").exists()
     if code:
-        assert "names code outside caden" in done.stderr and done.stderr.count("\n") == 1
+        assert "names code outside caden" in err and err.count("\n") == 1
 
 
 def test_a_report_draws_the_graph_from_the_directory(hostile):
-    command("report", "run", cwd=hostile)
-    assert (hostile / "report" / "report.html").read_text().count("<line ") == 5
+    hostile("report", "run")
+    assert Path("report/report.html").read_text().count("<line ") == 5
 
 
 # Runs outside what a method survives.
@@ -465,12 +477,14 @@ def test_agents_with_a_single_sample_or_class_are_mentioned():
     assert problem.notes() == ["Agents 1 have a single sample.", "Agents 2 have samples of one class only."]
 
 
-def test_the_command_mentions_agents_with_one_class(tmp_path):
+@pytest.mark.filterwarnings("always")
+def test_the_command_mentions_agents_with_one_class(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     settings = ["problem.partition={name='shards', classes=1}", "graph.name=ring", "problem.hidden=4"]
     settings += ["rounds=1", "warmup.steps=1", "problem.samples=200", "problem.agents=20"]
-    done = command("run", *(part for setting in settings for part in ("--set", setting)), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "have samples of one class only." in done.stderr
+    run_it = ["run", *(part for setting in settings for part in ("--set", setting))]
+    code, err = in_process(run_it, monkeypatch, capsys)
+    assert code == 0 and "have samples of one class only." in err
 
 
 # Processes.
@@ -553,16 +567,6 @@ KEYS += [f"graph.{k}" for k in ("name", "p", "edges", "agents", "seed", "degree"
 KEYS += [f"messages.{k}" for k in ("loss", "delay", "top", "bits", "burst")] + ["nonsense", "fleet", "tune", "compare"]
 
 
-def in_process(arguments, monkeypatch, capsys):
-    """Exit code and standard error of the command, called here."""
-    from caden.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["caden", *arguments])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code or 0, capsys.readouterr().err
-
-
 def toml(value):
     import tomli_w
 
@@ -576,9 +580,9 @@ def inline(table):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", [0, *(pytest.param(p, marks=pytest.mark.slow) for p in range(1, 20))])
 def test_odd_configurations_work_or_end_in_one_line(tmp_path, monkeypatch, capsys, part):
-    """50 a part; `make test-all` runs 1,000."""
+    """25 here; `make test-all` runs nearly 1,000."""
     monkeypatch.chdir(tmp_path)
-    for case in range(50):
+    for case in range(50 if part else 25):
         rng = random.Random(1000 * part + case)
         settings = [*SMALL, "--set", "rounds=2", "--set", f"method.name={rng.choice(list(caden.methods.METHODS))}"]
         for key in rng.sample(KEYS, rng.randint(1, 3)):
@@ -601,13 +605,13 @@ def test_odd_configurations_work_or_end_in_one_line(tmp_path, monkeypatch, capsy
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", [0, *(pytest.param(p, marks=pytest.mark.slow) for p in range(1, 10))])
 def test_damaged_run_directories_work_or_end_in_one_line(tmp_path, monkeypatch, capsys, part):
-    """50 a part; `make test-all` runs 500."""
+    """25 here; `make test-all` runs nearly 500."""
     monkeypatch.chdir(tmp_path)
     whole = ["run", *SMALL, "--set", "rounds=4", "--set", "checkpoint_every=1", "--out", "whole"]
     assert in_process(whole, monkeypatch, capsys)[0] == 0
     content = {path.name: path.read_bytes() for path in Path("whole").iterdir() if path.is_file()}
     odd = [b"", b"{}", b"[]", b"null", b"1", b"\xff\xfe", b'{"a": [1]}', b"round\n1\n", b"a,b\n1,2\n", b"rounds = 1\n"]
-    for case in range(50):
+    for case in range(50 if part else 25):
         rng = random.Random(5000 + 1000 * part + case)
         folder = Path(f"damaged-{case}")
         folder.mkdir()
@@ -625,7 +629,8 @@ def test_damaged_run_directories_work_or_end_in_one_line(tmp_path, monkeypatch, 
             elif kind == 2:
                 data = bytearray(rng.choice(odd))
             path.unlink(missing_ok=True) if kind == 3 else path.write_bytes(data)
-        for command_ in (["resume", str(folder)], ["report", str(folder), "--out", f"page-{case}"]):
+        page = [["report", str(folder), "--out", f"page-{case}"]] if case % 5 == 0 else []  # a page takes long
+        for command_ in (["resume", str(folder)], *page):
             code, err = in_process(command_, monkeypatch, capsys)
             lines = [line for line in err.splitlines() if "warning:" not in line]
             assert code in (0, 1, 2) and len(lines) == (1 if code else 0), (command_, err)
@@ -681,7 +686,7 @@ def arranged(seed):
 
 
 @pytest.mark.filterwarnings("ignore:.*damaged.*:UserWarning")
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 100))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 100))])
 def test_a_run_killed_at_a_random_moment_ends_in_the_same_bits(tmp_path, seed):
     method, problem, graph, options = arranged(seed)
     whole = caden.simulate(method, problem, graph, 400, **options)
