@@ -81,6 +81,14 @@ def test_lockstep_ends_when_all_changes_are_small(tmp_path):
     assert max(r.rows[-1]["change"] for r in found.values()) < 1e-4
 
 
+@pytest.mark.filterwarnings("always")
+def test_a_peer_warns_of_conditions_that_its_method_does_not_survive(tmp_path):
+    method = {"name": "dgd", "alpha": 0.05}
+    config = fleet_file(tmp_path, method=method, participation=0.5, rounds=2)
+    with pytest.warns(UserWarning, match="dgd does not tolerate sleeping agents"):
+        as_threads(config, tmp_path)
+
+
 def test_a_method_with_a_server_is_refused(tmp_path):
     found = as_threads(fleet_file(tmp_path, method={"name": "fedavg"}), tmp_path, agents=[0])
     assert isinstance(found[0], CadenError) and "server" in str(found[0])

@@ -12,6 +12,7 @@ import platform
 import tempfile
 import tomllib
 import warnings
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ class RunDirectory:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=self.path.parent))  # renamed when it is complete
             for name, text in texts.items():
-                durable.create(fresh / name, lambda file, text=text: file.write_text(text, encoding="utf-8"))  # type: ignore[misc]
+                durable.create(fresh / name, partial(Path.write_text, data=text, encoding="utf-8"))
                 durable.sync(fresh / name)
             fresh.chmod(0o755)
             durable.sync_folder(fresh)

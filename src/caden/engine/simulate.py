@@ -77,10 +77,8 @@ def simulate(
     conditions, stopping, saving = group_options(options)
     transport = Memory() if transport is None else transport
     run, start = prepare(method, problem, graph, conditions, seed, transport, x0)
-    if run.outside and transport.rank == 0:
-        words = " and ".join(CONDITIONS[name] for name in run.outside)
-        hint = "`caden list methods --check` measures which methods do"
-        warnings.warn(f"{method.name} does not tolerate {words}: it may end at a wrong point ({hint}).", stacklevel=2)
+    if transport.rank == 0:
+        warn_outside(run)
     recorder = Recorder(run, saving.path)
     with deterministic_mode(deterministic), interruptible() as interrupted, closing(recorder):
         _begin(run, recorder, start, Warmup.from_spec(warmup), saving, seed)
@@ -144,6 +142,15 @@ def _outside(method: str, sleep: bool, messages: Messages, links: bool) -> tuple
     present = {"sleep": sleep, "links": links, "loss": messages.loss > 0, "delay": messages.delay > 0}
     present["compression"] = messages.compressed
     return tuple(name for name, here in present.items() if here and name not in CARDS[method].survives)
+
+
+def warn_outside(run: Run) -> None:
+    """Warn if the method of a run is known not to survive its conditions."""
+    if run.outside:
+        words = " and ".join(CONDITIONS[name] for name in run.outside)
+        hint = "`caden list methods --check` measures which methods do"
+        text = f"{run.method.name} does not tolerate {words}: it may end at a wrong point ({hint})."
+        warnings.warn(text, stacklevel=3)
 
 
 def checked(method: Any, problem: Any, graph: Any) -> tuple[Method, Problem, Graph]:

@@ -27,7 +27,7 @@ from caden.engine.process import deterministic_mode
 from caden.engine.recorder import Recorder
 from caden.engine.run import Run
 from caden.engine.run_directory import RunDirectory
-from caden.engine.simulate import prepare
+from caden.engine.simulate import prepare, warn_outside
 from caden.engine.warmup import Warmup, list_agents
 from caden.errors import CadenError, Diverged, Interrupted, RunError
 from caden.experiments.config import Experiment
@@ -157,6 +157,7 @@ class _Peer:
 
     def _begin(self) -> None:
         """Begin from the start, or from the last checkpoint."""
+        warn_outside(self.run)
         parts = self.recorder.load()
         if parts is None:
             self.log.unlink(missing_ok=True)
