@@ -514,3 +514,22 @@ def accelerate(z, F, q, rounds):
         z = first - v @ np.linalg.solve(u.T @ u - u.T @ v, u.T @ (z - first))
         out += [first, z]
     return out
+
+
+def clipped_gossip(x, edges, grad, alpha, faulty, awake):
+    """Self-centred clipping, agent by agent; the radius is the distance of the (faulty + 1)-th farthest neighbour."""
+    agents, x, out = len(x), x.copy(), []
+    near = neighbours(edges, agents)
+    sent = x.copy()  # the last row that each agent sent
+    for mask in awake:
+        W = metropolis(edges, mask)
+        v = np.array([x[i] - alpha * grad(i, x[i]) if mask[i] else x[i] for i in range(agents)])
+        sent = np.array([v[i] if mask[i] else sent[i] for i in range(agents)])
+        for i in range(agents):
+            apart = {j: sent[j] - v[i] for j in near[i]}
+            radius = sorted((np.linalg.norm(u) for u in apart.values()), reverse=True)[faulty]
+            x[i] = v[i]
+            for j, u in apart.items():
+                x[i] = x[i] + W[i, j] * u * min(1.0, radius / max(np.linalg.norm(u), 1e-300))
+        out.append(x.copy())
+    return out

@@ -591,3 +591,20 @@ def test_local_descent_in_threads_and_agent_by_agent_is_that_of_the_rows():
         torch.set_num_threads(before)
     assert torch.equal(ends[0], ends[1])
     assert torch.allclose(ends[0], ends[2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [1.0, 0.5])
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_clipped_gossip_equals_its_textbook_loop(p, faulty):
+    problem, graph = caden.problems.quadratic(agents=8, dim=3, seed=4), caden.graphs.exponential(8)
+    x0, awake, edges = problem.linear.clone(), masks(8, ROUNDS, p), [tuple(e) for e in graph.edges.tolist()]
+    A, b = problem.hessian.numpy(), problem.linear.numpy()
+    oracle = oracles.clipped_gossip(x0.numpy(), edges, lambda i, v: A[i] @ v - b[i], 0.1, faulty, awake)
+    method = methods.clipped_gossip(0.1, faulty)
+    assert_rows(iterates(method, (problem, graph, x0.numpy(), edges), awake), oracle)
+
+
+def test_clipped_gossip_needs_more_honest_neighbours_than_liars():
+    problem = caden.problems.quadratic(agents=6)
+    with pytest.raises(caden.CadenError, match=r"needs at least 3 neighbours per agent, but agent \d has 2"):
+        caden.simulate(methods.clipped_gossip(0.1, 1), problem, caden.graphs.ring(6), 1)

@@ -26,10 +26,10 @@ from caden.errors import CadenError, Interrupted, RunError
 from caden.experiments.peer import run_peer
 from caden.experiments.replay import replay
 from caden.networks import Network
-from caden.networks.peers import Fleet, Free, certify
-from caden.networks.peers import link as _link
+from caden.networks.peers import Fleet, Free, certify, wire
 from caden.networks.peers.certificates import link_errors, require_valid
 from caden.networks.peers.fleet import free_ports
+from caden.networks.peers.link import ZenohLink
 from caden.schedules import Draw
 from conftest import newest
 from peers import QUADRATIC, as_process, as_threads, fleet_file, until
@@ -122,12 +122,13 @@ def test_free_peers_agree_on_the_minimiser_and_replay_to_the_bit(tmp_path, metho
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*heard nothing from agent 5")
 def test_a_peer_that_never_heard_a_neighbour_is_not_done_and_continues(tmp_path):
     """Agents 0 to 4 of a ring run without agent 5, whose neighbours must not report success."""
     config = fleet_file(tmp_path, mode="free", **{**FREE, "fleet": {"forget": 1.0, "patience": 4.0, "seconds": 20.0}})
     alone = as_threads(config, tmp_path, [0, 1, 2, 3, 4])
     for agent in (0, 4):
-        assert isinstance(alone[agent], RunError) and "never heard from its neighbours 5" in str(alone[agent])
+        assert isinstance(alone[agent], RunError) and "never heard from agent 5 (" in str(alone[agent])
         assert not (tmp_path / f"agent-{agent}" / "weights.safetensors").exists()
     assert all(alone[agent].stopped for agent in (1, 2, 3))
 
@@ -311,6 +312,9 @@ def test_starting_points_are_not_taken_for_messages(tmp_path):
         def publish(self, version, rows):
             pass
 
+        def life(self, step, own):
+            return own
+
     for version, index in ((0, 3), (7, -1)):
         free = Free(0, Fixed(version))
         network = Network(graph, problem.take([0]), Draw(0, 6), True, transport=free)
@@ -344,6 +348,9 @@ def test_a_clipped_message_moves_no_further_than_allowed():
         def publish(self, version, rows):
             pass
 
+        def life(self, step, own):
+            return own
+
     problem, graph = caden.problems.quadratic(agents=6, dim=4), caden.graphs.ring(6)
     network = Network(graph, problem.take([0]), Draw(0, 6), True, transport=Free(0, Silent(), clip=2.0))
     everyone, work = torch.ones(6, dtype=torch.bool), torch.ones(6, dtype=torch.int64)
@@ -358,18 +365,18 @@ def test_a_clipped_message_moves_no_further_than_allowed():
 
 
 def test_messages_are_what_was_packed_and_nothing_else():
-    table = [_link.Entry(5, 2, 0), _link.Entry(-1, 0, 0)]
-    note = _link.pack_note(1, 9, 4, table)
-    assert _link.unpack_note(note, 1, 2) == (9, 4, table)
+    table = [wire.Entry(5, 2, 0), wire.Entry(-1, 0, 0)]
+    note = wire.pack_note(1, 9, 4, table)
+    assert wire.unpack_note(note, 1, 2) == (9, 4, table)
     chunk = bytes(range(64))
-    header = _link.pack_row(1, 7, torch.float64, 64, 0, chunk)
-    assert _link.read_row_header(header, 1, torch.float64, 64, 0, 64)[0] == 7
+    header = wire.pack_row(1, 7, torch.float64, 64, 0, chunk)
+    assert wire.read_row_header(header, 1, torch.float64, 64, 0, 64)[0] == 7
     chance = random.Random(1)
     for _ in range(1000):
         place, bit = chance.randrange(len(note)), 1 << chance.randrange(8)
         bad = bytes(b ^ (bit if n == place else 0) for n, b in enumerate(note))
-        with pytest.raises(_link.Refused):
-            _link.unpack_note(bad[: chance.choice([len(bad), chance.randrange(len(bad))])], 1, 2)
+        with pytest.raises(wire.Refused):
+            wire.unpack_note(bad[: chance.choice([len(bad), chance.randrange(len(bad))])], 1, 2)
     for wrong in (
         (header, 2, torch.float64, 64, 0, 64),
         (header, 1, torch.float32, 64, 0, 64),
@@ -377,8 +384,8 @@ def test_messages_are_what_was_packed_and_nothing_else():
         (header, 1, torch.float64, 64, 0, 32),
         (header[:-1], 1, torch.float64, 64, 0, 64),
     ):
-        with pytest.raises(_link.Refused):
-            _link.read_row_header(*wrong)
+        with pytest.raises(wire.Refused):
+            wire.read_row_header(*wrong)
 
 
 # Strangers, liars and noise.
@@ -404,7 +411,7 @@ def raw_session(endpoint, certificates=None, agent=1):
 
 def link_of(config, agent, dim=4):
     fleet, graph = Fleet.of(config), config.build()[2]
-    return _link.ZenohLink(fleet, graph, agent, torch.empty(dim, dtype=torch.float64))
+    return ZenohLink(fleet, graph, agent, torch.empty(dim, dtype=torch.float64))
 
 
 def test_with_certificates_only_the_fleet_gets_in_and_everyone_speaks_for_themselves(tmp_path):
@@ -412,7 +419,7 @@ def test_with_certificates_only_the_fleet_gets_in_and_everyone_speaks_for_themse
     certify(tmp_path / "other", ["127.0.0.1"] * 6)
     config = fleet_file(tmp_path, "free", tls=True, fleet={"certificates": str(tmp_path / "good")})
     stranger = config.model_copy(update={"fleet": {**config.fleet, "certificates": str(tmp_path / "other")}})
-    note = [_link.pack_note(j, 3, 3, [_link.Entry()] * 6) for j in range(6)]
+    note = [wire.pack_note(j, 3, 3, [wire.Entry()] * 6) for j in range(6)]
     zero, links = link_of(config, 0), []
     try:
         links.append(link_of(stranger, 1))  # of another authority
@@ -514,17 +521,17 @@ def test_a_thousand_malformed_messages_leave_the_receiver_running(tmp_path):
     config = fleet_file(tmp_path, "free")
     zero, five = link_of(config, 0), link_of(config, 5)
     noise, chance = raw_session(config.fleet["endpoints"][0]), random.Random(2)
-    good = _link.pack_note(1, 1, 1, [_link.Entry()] * 6)
+    good = wire.pack_note(1, 1, 1, [wire.Entry()] * 6)
     rows = [
         (b"", b""),
         (bytes(32), b"x" * 7),
         (bytes(5_000_000), b""),  # more than a link takes
-        (bytes(32), _link.pack_row(1, 1, torch.float64, 1 << 50, 0, bytes(32))),  # of an absurd size
-        (bytes(16), _link.pack_row(1, 1, torch.float32, 16, 0, bytes(16))),
-        (bytes(32), _link.pack_row(2, 1, torch.float64, 32, 0, bytes(32))),
-        (b"\xff" * 32, _link.pack_row(1, 1, torch.float64, 32, 0, b"\xff" * 32)),  # NaN
-        (bytes(32), _link.pack_row(1, 1, torch.float64, 32, 0, b"y" * 32)),  # a false checksum
-        (bytes(32), _link.pack_row(1, -3, torch.float64, 32, 0, bytes(32))),
+        (bytes(32), wire.pack_row(1, 1, torch.float64, 1 << 50, 0, bytes(32))),  # of an absurd size
+        (bytes(16), wire.pack_row(1, 1, torch.float32, 16, 0, bytes(16))),
+        (bytes(32), wire.pack_row(2, 1, torch.float64, 32, 0, bytes(32))),
+        (b"\xff" * 32, wire.pack_row(1, 1, torch.float64, 32, 0, b"\xff" * 32)),  # NaN
+        (bytes(32), wire.pack_row(1, 1, torch.float64, 32, 0, b"y" * 32)),  # a false checksum
+        (bytes(32), wire.pack_row(1, -3, torch.float64, 32, 0, bytes(32))),
     ]
     asked = 0
 
@@ -563,11 +570,165 @@ def test_old_versions_are_refused_and_reported(tmp_path):
     peer = raw_session(config.fleet["endpoints"][0])
     try:
         for version in (5, 3):
-            note = _link.pack_note(1, version, version, [_link.Entry()] * 6)
+            note = wire.pack_note(1, version, version, [wire.Entry()] * 6)
             assert until(lambda note=note: (peer.put("test/note/1", note), zero.silent(1) < 0.1)[1])
-        assert until(lambda: any("old version" in why for why in zero.refused))
+        assert until(lambda: any("old version" in why for _, why in zero.refused))
     finally:
         peer.close(), zero.close()
+
+
+# Peers that lost steps, neighbours that are not there, and neighbours that lie.
+
+
+def test_a_peer_without_its_directory_begins_another_life_that_is_accepted_at_once(tmp_path):
+    config = fleet_file(tmp_path, "free", **{**FREE, "tolerance": 1e-9}, fleet={"seconds": 60.0})
+    stops, found = {agent: threading.Event() for agent in range(6)}, {}
+    first = threading.Thread(target=lambda: found.update(as_threads(config, tmp_path, [2], stops)))
+    others = threading.Thread(target=lambda: found.update(as_threads(config, tmp_path, [0, 1, 3, 4, 5], stops)))
+    others.start(), first.start()
+
+    def versions_read(agent):
+        log = tmp_path / f"agent-{agent}" / "versions.jsonl"
+        lines = log.read_text().splitlines()[:-1] if log.exists() else []
+        return [-1, *(json.loads(line)["read"].get("2", -1) for line in lines)]
+
+    assert until(lambda: max(versions_read(1)) > 30, 30)
+    stops[2].set()
+    first.join(30)
+    shutil.rmtree(tmp_path / "agent-2")
+    began, known = time.monotonic(), max(versions_read(1))
+    stops[2].clear()
+    again = threading.Thread(target=lambda: found.update(as_threads(config, tmp_path, [2])))
+    again.start()
+    assert until(lambda: max(versions_read(1)) >= wire.LIFE, 10), (known, max(versions_read(1)))
+    assert time.monotonic() - began < 5  # it did not have to repeat `known` steps first
+    again.join(90), others.join(90)
+    solution = config.build()[1].solution
+    for agent, result in found.items():
+        assert result.stopped == "tolerance", (agent, result)
+        assert float((result.x[0] - solution).norm()) < 1e-6
+    with pytest.raises(CadenError, match="Agent 2 lost steps that its neighbours had read"):
+        replay(tmp_path)
+
+
+def test_a_peer_that_fell_behind_what_its_neighbours_know_is_in_another_life(tmp_path):
+    """After a power cut, a peer may be some steps behind: a neighbour's notice tells it."""
+    config = fleet_file(tmp_path, "free")
+    zero, peer = link_of(config, 0), raw_session(config.fleet["endpoints"][0])
+    try:
+        assert zero.life(50, 0) == 0
+        table = [wire.Entry(57, 0, 0), *[wire.Entry()] * 5]  # agent 1 knows step 57 of agent 0
+        note = wire.pack_note(1, 60, 60, table)
+        assert until(lambda: (peer.put("test/note/1", note), zero.life(50, 0) == 1)[1])
+        assert zero.life(57, 0) == 0 and zero.life(3, 1) == 1
+        lie = wire.pack_note(1, 60, 60, [wire.Entry(wire.LIVES * wire.LIFE, 0, 0), *[wire.Entry()] * 5])
+        assert until(lambda: (peer.put("test/note/1", lie), any("absurd" in why for _, why in zero.refused))[1])
+        assert zero.life(50, 0) == 1
+    finally:
+        peer.close(), zero.close()
+
+
+def test_formats_are_named_when_they_differ(tmp_path):
+    old = wire.pack_note(1, 9, 4, [wire.Entry()] * 2).replace(b"cdn2", b"cdn1")
+    with pytest.raises(wire.Refused, match="format 1, and this version speaks format 2"):
+        wire.unpack_note(old, 1, 2)
+    row = wire.pack_row(1, 7, torch.float64, 64, 0, bytes(64)).replace(b"cdn2", b"cdn1")
+    with pytest.raises(wire.Refused, match="format 1, and this version speaks format 2"):
+        wire.read_row_header(row, 1, torch.float64, 64, 0, 64)
+    with pytest.raises(CadenError, match=r"`fleet\.format` is 7, and this version reads format 1"):
+        Fleet.of(fleet_file(tmp_path, fleet={"format": 7}))
+
+
+@pytest.mark.filterwarnings("ignore:.*heard nothing from agent 1")
+def test_a_neighbour_of_another_authority_is_named_with_the_cause(tmp_path):
+    """Within 15 s of the start, in a warning and in the last line."""
+    certify(tmp_path / "ours", ["127.0.0.1"] * 2), certify(tmp_path / "theirs", ["127.0.0.1"] * 2)
+    problem = {**QUADRATIC, "agents": 2}
+    config = fleet_file(
+        tmp_path, "free", problem, {"name": "path"}, True, {"certificates": str(tmp_path / "ours"), "seconds": 1.0}
+    )
+    stranger = Listener(tmp_path / "theirs", 1)
+    config.fleet["endpoints"][1] = f"tls/127.0.0.1:{stranger.port}"
+    began, shown = time.monotonic(), []
+    try:
+        with pytest.raises(RunError, match=r"never heard from agent 1 \(its certificate is refused here: "):
+            run_peer(config, 0, tmp_path / "agent-0", show=shown.append)
+    finally:
+        stranger.socket.close()
+    assert time.monotonic() - began < 15
+    assert "certificate is refused here" in shown[-1]["causes"]["1"]
+
+
+@pytest.mark.filterwarnings("ignore:.*heard nothing from agent")
+def test_a_lockstep_peer_that_lost_its_directory_says_so(tmp_path):
+    config = fleet_file(tmp_path, "lockstep", rounds=100000)
+    stops = {agent: threading.Event() for agent in range(6)}
+    crew = [
+        threading.Thread(target=as_threads, args=(config, tmp_path, part, stops)) for part in ([0, 1, 3, 4, 5], [2])
+    ]
+    for thread in crew:
+        thread.start()
+    try:
+        assert until(lambda: newest_round(tmp_path / "agent-2") > 20, 30)
+        stops[2].set()
+        crew[1].join(30)
+        shutil.rmtree(tmp_path / "agent-2")
+        (again,) = as_threads(config, tmp_path, [2]).values()
+        assert isinstance(again, RunError) and "agent 2 has lost its directory" in str(again)
+    finally:
+        for stop in stops.values():
+            stop.set()
+        crew[0].join(60)
+
+
+def newest_round(folder):
+    return max((int(path.name.split(".")[1]) for path in folder.glob("checkpoint.*.safetensors")), default=-1)
+
+
+def test_claims_of_calm_do_not_end_an_agent_that_is_not_calm(tmp_path):
+    config = fleet_file(tmp_path, "free")
+    zero, peer = link_of(config, 0), raw_session(config.fleet["endpoints"][0])
+    try:
+        zero.report_progress(10, calm=3)
+        note = wire.pack_note(1, 60, 60, [wire.Entry(60, 99, wire.AGREED)] * 6)
+        assert until(lambda: (peer.put("test/note/1", note), zero.table[3].calm == 99)[1])
+        assert not zero.agreed(20)
+        zero.report_progress(11, calm=20)
+        assert zero.agreed(20)
+    finally:
+        peer.close(), zero.close()
+
+
+class LyingLink(ZenohLink):
+    """The link of a peer that adds 1,000 to every number that it sends."""
+
+    def publish(self, version, rows):
+        super().publish(version, {j: row + 1e3 for j, row in rows.items()})
+
+
+@pytest.mark.parametrize(("method", "bounded"), [("clipped_gossip", True), ("radmm", False)])
+def test_one_liar_of_six_moves_clipped_gossip_no_further_than_honest_agents_differ(tmp_path, method, bounded):
+    parameters = {"clipped_gossip": {"alpha": 0.05, "faulty": 1}, "radmm": {"rho": 0.4}}[method]
+    config = fleet_file(
+        tmp_path, "free", STRONG, {"name": "complete"}, rounds=300, method={"name": method, **parameters}
+    )
+    found = {}
+
+    def run(agent):
+        kind = LyingLink if agent == 5 else ZenohLink
+        found[agent] = run_peer(config.model_copy(deep=True), agent, tmp_path / f"agent-{agent}", link_type=kind)
+
+    crew = [threading.Thread(target=run, args=(agent,)) for agent in range(6)]
+    for thread in crew:
+        thread.start()
+    for thread in crew:
+        thread.join(120)
+    problem = config.build()[1]
+    honest = problem.take([0, 1, 2, 3, 4])
+    own = torch.linalg.solve(honest.hessian, honest.linear)  # each one's own minimiser
+    spread = float((own - honest.solution).norm(dim=1).max())
+    worst = max(float((found[agent].x[0] - honest.solution).norm()) for agent in range(5))
+    assert (worst < spread) == bounded, (worst, spread)
 
 
 # The commands.

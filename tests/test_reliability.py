@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 
 import caden
@@ -411,6 +413,11 @@ def hostile(tmp_path, monkeypatch, capsys):
     assert code == 0 and "running code from evil.py\n" in err
     for mark in ("called", "imported"):
         Path(mark).unlink()
+    endpoints = [f"tcp/127.0.0.1:{port}" for port in range(1, 6)]
+    for path in (Path("run/fleet.toml"), Path("fleet/agent-0/config.toml")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = tomllib.loads(Path("run/config.toml").read_text())
+        path.write_text(tomli_w.dumps(table | {"fleet": {"name": "x", "endpoints": endpoints}}))
     return lambda *arguments: in_process(arguments, monkeypatch, capsys)
 
 
@@ -424,6 +431,8 @@ def hostile(tmp_path, monkeypatch, capsys):
         (["compare", "run/config.toml", "--no-code", "--out", "y"], 2),
         (["theory", "run/config.toml", "--no-code"], 2),
         (["tune", "gt", "run/config.toml", "--no-code"], 2),
+        (["fleet", "run/fleet.toml", "--no-code"], 2),
+        (["replay", "fleet", "--no-code"], 2),
         (["list", "graphs"], 0),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

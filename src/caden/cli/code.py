@@ -11,6 +11,10 @@ from caden.registry import code_gate
 class OutsideCode(CadenError):
     """A file names code that this command does not run."""
 
+    def __init__(self, name: str, why: str):
+        super().__init__(f"{name!r} names code outside caden, which is not run because {why}.")
+        self.name = name
+
 
 class _Gate:
     """Refuses all code outside caden, or prints one line for each module or file that it comes from."""
@@ -20,7 +24,7 @@ class _Gate:
 
     def load(self, name: str) -> None:
         if self._refuse:
-            raise OutsideCode(f"{name!r} names code outside caden, which is not run because {self._why}.")
+            raise OutsideCode(name, self._why)
         self._loaded.setdefault(name.rpartition(":")[0], False)
 
     def built(self) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,7 +72,8 @@ def peer(
 
 
 def _status_line(status: dict[str, Any]) -> str:
-    down = f", no word from {status['down']}" if status["down"] else ""
+    causes = [f"agent {j}: {status['causes'].get(str(j), 'silent')}" for j in status["down"]]
+    down = f" ({'; '.join(causes)})" if causes else ""
     return f"agent {status['agent']}: round {status['round']}, loss {status['objective']:.6g}{down}"
 
 
@@ -133,7 +133,7 @@ def check(
 
 
 @fleet_app.command("run")
-def run_fleet(file: FleetFile, out: Out = None) -> None:
+def run_fleet(file: FleetFile, out: Out = None, no_code: NoCode = False) -> None:
     """Start all agents of a fleet on this machine. Ctrl-C stops them cleanly."""
     from rich.console import Console
     from rich.live import Live
@@ -142,11 +142,17 @@ def run_fleet(file: FleetFile, out: Out = None) -> None:
     from caden.networks.peers.fleet import Fleet
 
     fleet = Fleet.from_table(read_toml(file).get("fleet"))
-    with suppress(OutsideCode), outside_code(refuse=True):  # only the peers run code that the file names
-        config = experiment(file)
-        config.build(lambda graph: Fleet.of(config).hosted_agents(graph, 0))
+    try:
+        with outside_code(refuse=True):  # only the peers run code that the file names
+            config = experiment(file)
+            config.build(lambda graph: Fleet.of(config).hosted_agents(graph, 0))
+    except OutsideCode as outside:
+        if no_code:
+            raise
+        print(f"caden: the peers will run {outside.name!r}, which is code outside caden", file=sys.stderr)
     out = out or Path("runs") / fleet.name
-    command = [sys.executable, "-m", "caden", "peer", str(file), "--out", str(out), "--json", "--agent"]
+    command = [sys.executable, "-m", "caden", "peer", str(file), "--out", str(out), "--json"]
+    command += [*(["--no-code"] if no_code else []), "--agent"]
     agents = range(len(fleet.endpoints))
     processes = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in agents]
     states: list[dict[str, Any]] = [{} for _ in agents]
@@ -216,11 +222,14 @@ def _table(title: str, states: list[dict[str, Any]], processes: list[subprocess.
     return table
 
 
-def replay_fleet(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Fleet directory.")]) -> None:
+def replay_fleet(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Fleet directory.")], no_code: NoCode = False
+) -> None:
     """Repeat a free-running fleet from its logs. Run it in this process and compare the bits."""
     from caden.experiments.replay import replay
 
-    results = replay(folder)
+    with outside_code(no_code):
+        results = replay(folder)
     for agent, steps, _, same in results:
         print(f"agent {agent}: {steps} steps, {'the same bits' if same else 'DIFFERENT from what it wrote'}")
     if not all(result.same for result in results):

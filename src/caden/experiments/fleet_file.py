@@ -9,7 +9,7 @@ import tomli_w
 
 from caden.errors import CadenError, require_integer
 from caden.experiments.config import experiment
-from caden.networks.peers.fleet import Fleet, certify, free_ports
+from caden.networks.peers.fleet import FORMAT, Fleet, certify, free_ports
 
 
 def write_fleet(file: Path, agents: int, graph: str, mode: str, hosts: list[str], tls: bool) -> Path | None:
@@ -30,6 +30,7 @@ def write_fleet(file: Path, agents: int, graph: str, mode: str, hosts: list[str]
         "problem": {"agents": agents},
         "graph": {"name": graph},
         "fleet": {
+            "format": FORMAT,
             "name": f"fleet-{secrets.token_hex(3)}",
             "mode": mode,
             "endpoints": [f"{'tls' if tls else 'tcp'}/{host}:{port}" for host, port in zip(names, ports)],

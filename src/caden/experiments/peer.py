@@ -9,6 +9,7 @@ import json
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -28,14 +29,17 @@ from caden.engine.recorder import Recorder
 from caden.engine.run import Run
 from caden.engine.run_directory import RunDirectory
 from caden.engine.simulate import prepare, warn_outside
-from caden.engine.warmup import Warmup, list_agents
+from caden.engine.warmup import Warmup
 from caden.errors import CadenError, Diverged, Interrupted, RunError
 from caden.experiments.config import Experiment
 from caden.graphs import Graph
+from caden.networks.peers.certificates import link_errors
 from caden.networks.peers.fleet import Fleet
-from caden.networks.peers.link import AGREED, FINISHED, ZenohLink
+from caden.networks.peers.link import ZenohLink
 from caden.networks.peers.transports import Free, Link, Lockstep
+from caden.networks.peers.wire import AGREED, FINISHED
 
+ASK_WHY = 4.0  # seconds after which a peer finds out why it has not heard from a neighbour
 SYNC_EVERY = 1.0  # seconds between two checkpoints that are forced to disk; every step writes one
 ENDS = ("", "rounds", "seconds", "tolerance")  # why a peer ends
 Show = Callable[[dict[str, Any]], None]
@@ -60,10 +64,12 @@ def run_peer(
     stop: threading.Event | None = None,
     show: Show | None = None,
     home: Path = Path(),
+    link_type: type[ZenohLink] = ZenohLink,
 ) -> Result:
     """Run one agent of a fleet until all are done; if `folder` has a checkpoint, continue from it.
 
-    `home` is the folder of the fleet file; `fleet.certificates` is relative to it.
+    `home` is the folder of the fleet file; `fleet.certificates` is relative to it. `link_type` is for experiments with
+    faulty peers.
     """
     fleet, stop = Fleet.of(config), stop or threading.Event()
     run_dir, text = RunDirectory(folder), config.to_toml()
@@ -80,13 +86,46 @@ def run_peer(
         run_dir.lock.release()  # the recorder takes it
     with deterministic_mode(config.deterministic):
         like = torch.empty(problem.dim, dtype=problem.dtype, device=problem.device)
-        link = ZenohLink(fleet, graph, agent, like, home, folder, stop)
+        link = link_type(fleet, graph, agent, like, home, folder, stop)
+        missing = _MissingNeighbours(fleet, graph, agent, home, link)
         try:
-            peer = _Peer(config, fleet, agent, built, link, folder, stop, show)
+            peer = _Peer(config, fleet, agent, built, link, missing, folder, stop, show)
             with closing(peer.recorder):
                 return peer.work()
         finally:
+            missing.close()
             link.close()
+
+
+class _MissingNeighbours:
+    """Finds out why a peer has not heard from some of its neighbours, while the peer works or waits."""
+
+    def __init__(self, fleet: Fleet, graph: Graph, agent: int, home: Path, link: ZenohLink):
+        self._arguments, self._agent, self._link = (fleet, graph, agent, home), agent, link
+        self.causes: dict[int, str] = {}
+        self._closing = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        """Look once, after a while, and warn."""
+        if not self._closing.wait(ASK_WHY) and self.look():
+            warnings.warn(f"Agent {self._agent} has heard nothing from {self.text()}.", stacklevel=2)
+
+    def look(self) -> list[int]:
+        """Return the neighbours from which nothing has come, and store the causes."""
+        missing = self._link.never_heard()
+        if missing:
+            errors = link_errors(*self._arguments, only=missing)
+            answers = {j: self._link.refusal(j) or errors[j] for j in missing}
+            self.causes = {j: cause or "it answers, but sends nothing" for j, cause in answers.items()}
+        return missing
+
+    def text(self) -> str:
+        """Return the missing neighbours with the causes, as text."""
+        return "; ".join(f"agent {j} ({cause})" for j, cause in self.causes.items())
+
+    def close(self) -> None:
+        self._closing.set()
 
 
 class _Peer:
@@ -99,13 +138,14 @@ class _Peer:
         agent: int,
         built: tuple[Method, Problem, Graph],
         link: ZenohLink,
+        missing: _MissingNeighbours,
         folder: Path,
         stop: threading.Event,
         show: Show | None,
     ):
         self.run, self.start, self.transport = prepare_peer(config, agent, built, link)
         self.recorder = Recorder(self.run, folder, self._history_row)
-        self.config, self.fleet, self.agent, self.link = config, fleet, agent, link
+        self.config, self.fleet, self.agent, self.link, self.missing = config, fleet, agent, link, missing
         self.stop, self.show, self.shown_at, self.synced_at = stop, show, 0.0, 0.0
         self.clock, self.calm, self.change, self.time_is_up, self.reason = 0.0, 0, math.inf, False, ""
         self.heard_in_sweep: set[int] = set()  # neighbours from which a row arrived since the last sweep
@@ -114,7 +154,7 @@ class _Peer:
     def work(self) -> Result:
         run, link, recorder = self.run, self.link, self.recorder
         self._begin()
-        link.report_progress(run.index, self.calm)
+        link.report_progress(run.index, self._life, self.calm)
         began = time.monotonic() - self.clock
         while not self.reason:
             self.reason = self._reason_to_end()
@@ -132,19 +172,19 @@ class _Peer:
                 self._count_calm_sweeps(self.transport.fresh, self.transport.members - link.finished())
                 self._log_step(run.index - 1)
             self._save()
-            link.report_progress(run.index, self.calm)
+            link.report_progress(run.index, self._life, self.calm)
             if run.index % self.config.record_every == 0:
                 recorder.record()
             self._show_status("runs", every=0.25)
-        if missing := link.never_heard():
+        if self.missing.look():
             self.reason = ""
             self._save()  # not an end: the same command continues
             raise RunError(
-                f"Agent {self.agent} never heard from its neighbours {list_agents(missing)}, so it is not done: check "
-                "their addresses, certificates and clocks, then run the same command to continue."
+                f"Agent {self.agent} never heard from {self.missing.text()}, so it is not done: run the same command "
+                "to continue."
             )
         agreed = self.fleet.mode == "free" and self.reason == "tolerance"
-        link.report_progress(run.index, self.calm, FINISHED | (AGREED if agreed else 0))
+        link.report_progress(run.index, self._life, self.calm, FINISHED | (AGREED if agreed else 0))
         if recorder.rows[-1]["round"] != run.index:
             recorder.record()
         self._show_status("done")
@@ -154,6 +194,10 @@ class _Peer:
         result = Result(run.state.x, recorder.rows, run.problem.whole, target, folder, {}, self.reason)
         recorder.run_dir.finish(result, picture=False)
         return result
+
+    @property
+    def _life(self) -> int:
+        return self.transport.life if isinstance(self.transport, Free) else 0
 
     def _begin(self) -> None:
         """Begin from the start, or from the last checkpoint."""
@@ -216,7 +260,7 @@ class _Peer:
         """Log the versions that a step read."""
         if isinstance(self.transport, Free):
             read = {str(j): version for j, version in self.transport.fresh.items()}
-            line = {"step": step, "members": sorted(self.transport.members), "read": read}
+            line = {"step": step, "life": self._life, "members": sorted(self.transport.members), "read": read}
             with self.log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -259,6 +303,7 @@ class _Peer:
                 "change": self.change,
                 "up": up,
                 "down": [j for j in link.neighbours if j not in up],
+                "causes": {str(j): cause for j, cause in self.missing.causes.items() if j not in up},
                 "stale": link.stale(),
                 "wire_bytes": link.wire_bytes,
                 "refused": sum(link.refused.values()),

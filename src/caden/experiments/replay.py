@@ -19,6 +19,7 @@ from caden.errors import CadenError
 from caden.experiments.config import experiment
 from caden.experiments.peer import prepare_peer
 from caden.networks.peers.fleet import Fleet
+from caden.networks.peers.wire import LIFE
 from caden.networks.transport import Memory
 
 
@@ -69,6 +70,9 @@ class _RecordedLink:
                     self._transit.rows[key] = row.clone()
             self._transit.changed.notify_all()
 
+    def life(self, step: int, own: int) -> int:
+        return int(self._log[step]["life"]) if step in self._log else own
+
     def members(self, step: int) -> set[int]:
         return set(self._log[step]["members"])
 
@@ -105,6 +109,7 @@ def replay(folder: Path) -> list[Replayed]:
     if Fleet.of(config).mode != "free":
         raise CadenError("A fleet in lockstep needs no replay: `caden run` on its file gives the same numbers.")
     logs = {int(path.name.removeprefix("agent-")): _read_log(path) for path in run_dirs}
+    _require_messages(logs)
     transit, results = _RowsInTransit(logs), dict[int, Replayed | BaseException]()
     built = {agent: config.build(partial(Fleet.of(config).hosted_agents, agent=agent)) for agent in logs}
 
@@ -142,6 +147,20 @@ def replay(folder: Path) -> list[Replayed]:
     return [result for _, result in sorted(results.items()) if isinstance(result, Replayed)]
 
 
+def _require_messages(logs: dict[int, dict[int, Any]]) -> None:
+    """Refuse logs in which some agent read steps that the sender lost, with its log."""
+    last_life = {agent: max((line["life"] for line in log.values()), default=0) for agent, log in logs.items()}
+    written = {agent: {line["life"] * LIFE + step + 1 for step, line in log.items()} for agent, log in logs.items()}
+    for log in logs.values():
+        for line in log.values():
+            for sender, version in ((int(j), version) for j, version in line["read"].items()):
+                if version // LIFE < last_life.get(sender, 0) and version not in written[sender]:
+                    raise CadenError(
+                        f"Agent {sender} lost steps that its neighbours had read (its directory was replaced, or the "
+                        "power failed), so this fleet cannot be replayed."
+                    )
+
+
 def _last_checkpoint(run_dir: Path) -> list[checkpoint.Part]:
     return checkpoint.Checkpoints(run_dir, Memory()).load() or []
 
@@ -155,7 +174,7 @@ def _read_log(run_dir: Path) -> dict[int, Any]:
     try:
         text = path.read_text()
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        log = {line["step"]: line for line in lines if line["step"] < last}
+        log = {line["step"]: {"life": 0, **line} for line in lines if line["step"] < last}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CadenError(f"Cannot read {path}: {error}.") from None
     if sorted(log) != list(range(-1, last)):

@@ -9,6 +9,7 @@ from caden.methods._admm_edges import admm_edges as admm_edges
 from caden.methods._c2eden import c2eden as c2eden
 from caden.methods._caden import caden as caden
 from caden.methods._caden import caden_gd as caden_gd
+from caden.methods._clipped_gossip import clipped_gossip as clipped_gossip
 from caden.methods._dgd import dgd as dgd
 from caden.methods._dinno import dinno as dinno
 from caden.methods._dino import dino as dino

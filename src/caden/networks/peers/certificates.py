@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -51,8 +52,10 @@ def require_valid(folder: Path, agent: int, now: datetime | None = None) -> None
             warnings.warn(f"{path} expires on {end:%Y-%m-%d}: run `caden fleet renew` before that.", stacklevel=2)
 
 
-def link_errors(fleet: Fleet, graph: Graph, agent: int, home: Path, timeout: float = 3.0) -> dict[int, str]:
-    """Try to reach each neighbour of an agent; return what is wrong with each link, or "" if it is up."""
+def link_errors(
+    fleet: Fleet, graph: Graph, agent: int, home: Path, timeout: float = 3.0, only: list[int] | None = None
+) -> dict[int, str]:
+    """Try to reach the neighbours of an agent (`only` some); return what is wrong with each link, or "" if it is up."""
     folder = home / fleet.certificates if fleet.certificates else None
     context = None
     if folder is not None:
@@ -60,7 +63,10 @@ def link_errors(fleet: Fleet, graph: Graph, agent: int, home: Path, timeout: flo
         authority, certificate, key = files_of(folder, agent)
         context = ssl.create_default_context(cafile=str(authority))
         context.load_cert_chain(certificate, key)
-    return {j: _link_error(fleet.endpoints[j], context, timeout) for j in graph.neighbours(agent)}
+    neighbours = graph.neighbours(agent) if only is None else only
+    with ThreadPoolExecutor(max(1, len(neighbours))) as pool:  # one that does not answer delays no other
+        errors = pool.map(lambda j: _link_error(fleet.endpoints[j], context, timeout), neighbours)
+        return dict(zip(neighbours, errors))
 
 
 def _link_error(endpoint: str, context: ssl.SSLContext | None, timeout: float) -> str:

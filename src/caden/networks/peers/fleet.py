@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from caden.errors import CadenError, require_choice, require_integer, require_positive
 from caden.graphs import Graph
 
+FORMAT = 1  # of the table `[fleet]`
 MODES = ("free", "lockstep")
 
 
@@ -34,6 +35,7 @@ class Fleet(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    format: int = 1  # of this table
     name: str  # the first part of every key on the wire, and of the run directory
     endpoints: list[str]  # where agent i listens, "tcp/HOST:PORT" or "tls/HOST:PORT"
     mode: str = "free"  # or "lockstep": exact rounds, as in the simulator
@@ -68,6 +70,8 @@ class Fleet(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             raise CadenError(f"`fleet.{first['loc'][0]}`: {first['msg']}, got {first['input']!r}.") from None
+        if fleet.format != FORMAT:
+            raise CadenError(f"`fleet.format` is {fleet.format}, and this version reads format {FORMAT}.")
         require_choice("mode", fleet.mode, MODES)
         for key in ("pace", "forget", "patience", "seconds", "clip"):
             if getattr(fleet, key) is not None:

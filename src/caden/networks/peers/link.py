@@ -8,11 +8,8 @@ sender waits for a receiver, a slow receiver skips versions, and a silent one co
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import queue
-import struct
 import threading
 import time
 from collections import Counter, deque
@@ -20,96 +17,41 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from caden.errors import CadenError, Interrupted, RunError
 from caden.graphs import Graph
-from caden.networks.peers.certificates import files_of, require_valid
 from caden.networks.peers.fleet import Fleet
+from caden.networks.peers.session import key, zenoh_config
 from caden.networks.peers.transports import LANES
+from caden.networks.peers.wire import (
+    AGREED,
+    CHUNK,
+    DTYPES,
+    FINISHED,
+    LIFE,
+    Entry,
+    Refused,
+    checksum,
+    pack_note,
+    pack_row,
+    read_row_header,
+    unpack_note,
+)
 
-CHUNK = 1 << 20  # bytes per reply
 WINDOW = 4  # replies requested at the same time
 BEAT = 0.2  # seconds between two notices
 ASK = 2.0  # seconds a reply may take
-_MAGIC = b"cdn1"
-_ROW = struct.Struct("<4sBxHqQQI8s")  # magic, dtype, sender, version, bytes of the row, offset, bytes here, checksum
-_NOTE = struct.Struct("<4sHHqq8s")  # magic, sender, agents, newest version, rounds done, checksum
-_ENTRY = struct.Struct("<qIB")  # an agent's version, its calm sweeps, flags
-_DTYPES = {torch.float32: 0, torch.float64: 1}
-FINISHED, AGREED = 1, 2
-
-
-class Entry(NamedTuple):
-    """What a peer knows of an agent."""
-
-    version: int = -1  # its step at the time of this report
-    calm: int = 0  # sweeps in a row with changes below the tolerance
-    flags: int = 0
-
-    def merge(self, other: Entry) -> Entry:
-        """Return the newer entry; combine entries of the same step."""
-        if self.version != other.version:
-            return max(self, other)
-        return Entry(self.version, max(self.calm, other.calm), self.flags | other.flags)
-
-
-class Refused(Exception):
-    """A message that is invalid or not the one expected."""
-
-
-def _checksum(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=8).digest()
+KEPT_ROUNDS = 2  # lockstep: rounds whose rows can still be fetched, besides the current one
 
 
 def _bytes(row: Tensor) -> memoryview:
     """Return the memory of a row, for reading or writing."""
     array: Any = row.numpy()
     return memoryview(array).cast("B")
-
-
-def pack_note(sender: int, newest: int, rounds: int, table: list[Entry]) -> bytes:
-    """Encode a notice as bytes."""
-    body = b"".join(_ENTRY.pack(*entry) for entry in table)
-    head = _NOTE.pack(_MAGIC, sender, len(table), newest, rounds, bytes(8))
-    return _NOTE.pack(_MAGIC, sender, len(table), newest, rounds, _checksum(head + body)) + body
-
-
-def unpack_note(data: bytes, sender: int, agents: int) -> tuple[int, int, list[Entry]]:
-    """Return the newest version, the rounds done and the table of a notice, or raise Refused."""
-    if len(data) != _NOTE.size + agents * _ENTRY.size:
-        raise Refused("a notice of the wrong length")
-    magic, who, count, newest, rounds, checksum = _NOTE.unpack_from(data)
-    body = data[_NOTE.size :]
-    if magic != _MAGIC or checksum != _checksum(_NOTE.pack(magic, who, count, newest, rounds, bytes(8)) + body):
-        raise Refused("a damaged notice")
-    if who != sender or count != agents:
-        raise Refused("a notice from another agent")
-    return newest, rounds, [Entry(*_ENTRY.unpack_from(body, n * _ENTRY.size)) for n in range(agents)]
-
-
-def pack_row(sender: int, version: int, dtype: torch.dtype, total: int, offset: int, chunk: bytes) -> bytes:
-    """Encode the header of a piece of a row."""
-    return _ROW.pack(_MAGIC, _DTYPES[dtype], sender, version, total, offset, len(chunk), _checksum(chunk))
-
-
-def read_row_header(
-    header: bytes, sender: int, dtype: torch.dtype, total: int, offset: int, length: int
-) -> tuple[int, bytes]:
-    """Return version and checksum of a piece if its header matches the request, else raise Refused."""
-    if len(header) != _ROW.size:
-        raise Refused("a row without a header")
-    magic, kind, who, version, row_size, position, size, checksum = _ROW.unpack(header)
-    if magic != _MAGIC or who != sender:
-        raise Refused("a row from another agent")
-    if kind != _DTYPES[dtype] or row_size != total:
-        raise Refused("a row of another type or dimension")
-    if position != offset or size != length or length != min(CHUNK, total - offset):
-        raise Refused("a row of the wrong length")
-    return version, checksum
 
 
 class ZenohLink:
@@ -129,10 +71,10 @@ class ZenohLink:
             import zenoh
         except ImportError:
             raise CadenError('Peers need the extra "peers": pip install "caden-opt[peers]".') from None
-        if like.dtype not in _DTYPES or like.device.type != "cpu":
+        if like.dtype not in DTYPES or like.device.type != "cpu":
             raise CadenError(f"Peers need float32 or float64 on the CPU, got {like.dtype} on {like.device.type}.")
         self._fleet, self._graph, self._agent, self._like = fleet, graph, agent, like
-        self._home, self._folder, self._stop = home, folder, stop or threading.Event()
+        self._folder, self._stop = folder, stop or threading.Event()
         self.neighbours = graph.neighbours(agent)
         self._free = fleet.mode == "free"
         self._changed = threading.Condition()
@@ -145,7 +87,8 @@ class ZenohLink:
         self._notice_times = dict.fromkeys(self.neighbours, -1.0)  # when the last notice of each came
         self._row_times = dict.fromkeys(self.neighbours, -1.0)  # when the last row of each came
         self.table = [Entry()] * graph.agents
-        self.refused: Counter[str] = Counter()
+        self._claimed = -1  # newest version of this agent that a neighbour knows of
+        self.refused: Counter[tuple[int, str]] = Counter()  # by neighbour and reason
         self.wire_bytes, self.rounds, self.slowest = 0, -1, 0.0
         self._rows_received, self._rows_seen, self._closing = 0, 0, threading.Event()
         self._began = time.monotonic()
@@ -153,7 +96,7 @@ class ZenohLink:
         self._members_before: set[int] = set()  # neighbours that counted before this peer restarted
         self._zenoh: Any = zenoh
         try:
-            self._session: Any = zenoh.open(self._config())
+            self._session: Any = zenoh.open(zenoh_config(zenoh, fleet, agent, self.neighbours, home))
         except zenoh.ZError as error:
             raise CadenError(f"Agent {agent} cannot listen on {fleet.endpoints[agent]}: {error}.") from None
         self._publisher = self._session.declare_publisher(
@@ -176,75 +119,20 @@ class ZenohLink:
             thread.start()
 
     def _key(self, *parts: object) -> str:
-        return "/".join(map(str, (self._fleet.name, *parts)))
-
-    def _config(self) -> Any:
-        fleet, me = self._fleet, self._agent
-        config = self._zenoh.Config()
-        settings: dict[str, Any] = {
-            "mode": "peer",
-            "listen/endpoints": [fleet.endpoints[me]],
-            "connect/endpoints": [fleet.endpoints[j] for j in self.neighbours if j < me],  # one link per edge
-            "connect/exit_on_failure": False,
-            "connect/timeout_ms": -1,  # retry for ever in the background
-            "connect/retry": {"period_init_ms": 200, "period_max_ms": 1000, "period_increase_factor": 1.5},
-            "scouting/multicast/enabled": False,
-            "scouting/gossip/enabled": False,
-            "transport/link/tx/lease": 2000,
-            "transport/link/tx/queue/congestion_control/block/wait_before_close": 500000,
-            "transport/link/rx/max_message_size": 4 * CHUNK,
-        }
-        if fleet.certificates:
-            folder = self._home / fleet.certificates
-            require_valid(folder, me)
-            authority, certificate, key_file = files_of(folder, me)
-            own = {"private_key": str(key_file), "certificate": str(certificate)}
-            settings["transport/link/tls"] = {
-                "root_ca_certificate": str(authority),
-                "enable_mtls": True,
-                **{f"{side}_{k}": v for side in ("listen", "connect") for k, v in own.items()},
-            }
-            settings["access_control"] = self._access_rules()
-        for key, value in settings.items():
-            config.insert_json5(key, json.dumps(value))
-        return config
-
-    def _access_rules(self) -> dict[str, Any]:
-        """Return rules that let a neighbour send only as the agent in its certificate and ask only for its own rows."""
-        me, rules, policies = self._agent, list[Any](), list[Any]()
-        for j in self.neighbours:
-            allowed: dict[str, tuple[str, list[str], str]] = {}
-            for flow, here, there in (("ingress", j, me), ("egress", me, j)):
-                allowed |= {
-                    f"{flow}/put/{j}": (flow, ["put"], self._key("note", here)),
-                    f"{flow}/listen/{j}": (flow, ["declare_subscriber"], self._key("note", there)),
-                    f"{flow}/ask/{j}": (flow, ["query"], self._key("row", there, here)),
-                    f"{flow}/reply/{j}": (flow, ["reply", "declare_queryable"], self._key("row", here, there)),
-                }
-            rules += [
-                {"id": name, "permission": "allow", "flows": [flow], "messages": messages, "key_exprs": [key]}
-                for name, (flow, messages, key) in allowed.items()
-            ]
-            policies.append({"rules": list(allowed), "subjects": [f"agent-{j}"]})
-        subjects = [{"id": f"agent-{j}", "cert_common_names": [f"agent-{j}"]} for j in self.neighbours]
-        common = {"enabled": True, "default_permission": "deny"}
-        return {**common, "rules": rules, "subjects": subjects, "policies": policies}
+        return key(self._fleet, *parts)
 
     # Incoming messages.
 
     def _refuse(self, neighbour: int, why: object) -> None:
         """Count a refused message, and log the first of each kind."""
-        self.refused[f"{neighbour}: {why}"] += 1
-        if self._folder is not None and self.refused[f"{neighbour}: {why}"] == 1 and len(self.refused) < 100:
+        self.refused[neighbour, str(why)] += 1
+        if self._folder is not None and self.refused[neighbour, str(why)] == 1 and len(self.refused) < 100:
             with (self._folder / "refused.log").open("a") as file:
                 file.write(f"{time.time():.3f} agent {neighbour}: {why}\n")
 
     def _receive_notice(self, neighbour: int, sample: Any) -> None:
-        agents = self._graph.agents
         try:
-            if len(sample.payload) != _NOTE.size + agents * _ENTRY.size:
-                raise Refused("a notice of the wrong length")
-            newest, rounds, table = unpack_note(bytes(sample.payload), neighbour, agents)
+            newest, rounds, table = unpack_note(bytes(sample.payload), neighbour, self._graph.agents)
         except Refused as why:
             self._refuse(neighbour, why)
             return
@@ -260,7 +148,9 @@ class ZenohLink:
     def _merge(self, table: list[Entry]) -> None:
         now = time.monotonic()
         for agent, (known, received) in enumerate(zip(self.table, table)):
-            if agent != self._agent:  # an agent's own entry is always the newest
+            if agent == self._agent:  # its own entry is always the newest, unless this agent has lost steps
+                self._claimed = max(self._claimed, received.version)
+            else:
                 self.table[agent] = known.merge(received)
                 if received.version > known.version:
                     self._progress_times[agent] = now
@@ -283,11 +173,11 @@ class ZenohLink:
                 if reply is None:
                     return None
                 header = b"" if reply.attachment is None else bytes(reply.attachment)
-                received, checksum = read_row_header(header, neighbour, like.dtype, total, offset, len(reply.payload))
+                received, digest = read_row_header(header, neighbour, like.dtype, total, offset, len(reply.payload))
                 if (version >= 0 and received != version) or received < 0:
                     raise Refused("a row of another version")
                 version, piece = received, bytes(reply.payload)
-                if _checksum(piece) != checksum:
+                if checksum(piece) != digest:
                     raise Refused("a damaged row")
                 memory[offset : offset + len(piece)] = piece
             if not bool(row.isfinite().all()):
@@ -377,7 +267,7 @@ class ZenohLink:
         with self._changed:
             self._published[version] = copies
             # A neighbour is at most one round behind, and may have to repeat a round.
-            oldest = version - 1 if self._free else (version // LANES - 2) * LANES
+            oldest = version - 1 if self._free else (version // LANES - KEPT_ROUNDS) * LANES
             for old in [v for v in self._published if v < oldest]:
                 del self._published[old]
         self._announce()
@@ -401,12 +291,16 @@ class ZenohLink:
 
     # The interface that a peer uses.
 
-    def report_progress(self, rounds: int, calm: int = 0, flags: int = 0) -> None:
+    def report_progress(self, rounds: int, life: int = 0, calm: int = 0, flags: int = 0) -> None:
         """Report this agent's progress to the others."""
         with self._changed:
-            self.rounds, self.table[self._agent] = rounds, Entry(rounds, calm, flags)
+            self.rounds, self.table[self._agent] = rounds, Entry(life * LIFE + rounds, calm, flags)
         if flags:
             self._announce()
+
+    def life(self, step: int, own: int) -> int:
+        with self._changed:
+            return self._claimed // LIFE + 1 if self._claimed > own * LIFE + step else own
 
     def wait(self, neighbour: int, version: int, like: Tensor) -> Tensor:
         def announced() -> bool:
@@ -420,6 +314,12 @@ class ZenohLink:
                 fetched = self._fetch(neighbour, version, like)
                 if fetched is not None:
                     return fetched[1]
+                behind = self._announced[neighbour] // LANES - version // LANES
+                if behind > KEPT_ROUNDS:
+                    raise RunError(
+                        f"Agent {neighbour} is {behind} rounds ahead, so agent {self._agent} has lost its directory: a "
+                        "fleet in lockstep cannot continue without it and must start again."
+                    )
                 if time.monotonic() - last_missing > self._fleet.patience:
                     raise RunError(f"Agent {neighbour} offers version {version}, but it cannot be fetched.")
                 self._closing.wait(0.02)
@@ -468,6 +368,10 @@ class ZenohLink:
         """Return the neighbours from which nothing has come, in this process or before it was restarted."""
         return [j for j in self.neighbours if math.isinf(self.silent(j))]
 
+    def refusal(self, neighbour: int) -> str:
+        """Return why messages of a neighbour were refused, or ""."""
+        return next((f"refused {why}" for j, why in list(self.refused) if j == neighbour), "")
+
     def members(self, step: int) -> set[int]:
         with self._changed:
             known = {*self._newest_rows, *self._members_before}
@@ -491,10 +395,13 @@ class ZenohLink:
     def agreed(self, calm: int) -> bool:
         """Whether all agents present have been calm for long enough, or one of them has already found that.
 
-        Agents that have made no progress for a long time, as far as this peer knows, are no longer waited for.
+        Agents that have made no progress for a long time, as far as this peer knows, are no longer waited for. What
+        others claim never ends an agent that is not calm itself.
         """
         oldest = time.monotonic() - self._fleet.forget - 2 * BEAT * self._graph.diameter
         with self._changed:
+            if self.table[self._agent].calm < calm:
+                return False
             if any(entry.flags & AGREED for entry in self.table):
                 return True
             silent = [self._progress_times[k] < oldest and k != self._agent for k in range(len(self.table))]

@@ -2,7 +2,7 @@
 
 Every message has a version. In lockstep, versions number the exchanges of all rounds, and an agent waits for the
 version of the current exchange. A free-running agent takes the newest message that has come and never waits. There,
-version 0 is the sender's start and version t is the message of the sender's step t.
+version 0 of a sender's life (`wire.LIFE`) is its start and version t is the message of its step t.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from torch import Tensor
 from caden.errors import CadenError
 from caden.graphs import Graph
 from caden.networks.layout import Layout
+from caden.networks.peers.wire import LIFE
 from caden.networks.transport import Transport
 
 LANES = 1 << 20  # versions per round in lockstep; the second half is for the agreement after the round
@@ -27,6 +28,9 @@ class Link(Protocol):
 
     def wait(self, neighbour: int, version: int, like: Tensor) -> Tensor:
         """Wait for the neighbour's row of exactly this version, and return it."""
+
+    def life(self, step: int, own: int) -> int:
+        """Return the life in which this step is published: `own`, or a later one if steps were lost."""
 
     def members(self, step: int) -> set[int]:
         """Return the neighbours that count after this step."""
@@ -127,7 +131,13 @@ class Free(Transport):
         self._known = {
             "versions": torch.full((layout.graph.agents,), -1),  # newest version taken from each neighbour
             "members": torch.ones(layout.graph.agents, dtype=torch.bool),  # who counts in the next step
+            "life": torch.zeros((), dtype=torch.int64),
         }
+
+    @property
+    def life(self) -> int:
+        """How often this agent has lost steps that its neighbours had seen."""
+        return int(self._known["life"])
 
     @property
     def members(self) -> set[int]:
@@ -148,7 +158,7 @@ class Free(Transport):
         if self.quiet:
             return new_rows
         for j, (version, row) in self._link.read(self._index).items():
-            is_start = version == 0  # a start is not a message of a step, nor the reverse
+            is_start = version % LIFE == 0  # a start is not a message of a step, nor the reverse
             if version > int(versions[j]) and is_start == (self._index < 0):
                 self.fresh[j] = versions[j] = version
                 new_rows[j] = row
@@ -171,7 +181,8 @@ class Free(Transport):
         self._exchanges += 1
         if self._exchanges > 1 or self._index < 0:
             raise self._refusal()
-        self._link.publish(self._index + 1, {j: arcs[a] for j, a in self._arc.items()})
+        self._known["life"] = torch.tensor(self._link.life(self._index, self.life))
+        self._link.publish(self.life * LIFE + self._index + 1, {j: arcs[a] for j, a in self._arc.items()})
         received = torch.zeros_like(arcs)
         arrived = torch.zeros(len(arcs), 1, dtype=torch.bool, device=arcs.device)
         for j, row in self._take_new_rows().items():
@@ -205,8 +216,9 @@ class Free(Transport):
         return dict(self._known)
 
     def restore(self, buffers: dict[str, Tensor]) -> None:
-        if "versions" not in buffers:
+        if "life" not in buffers:
             raise CadenError(
-                "This peer's checkpoint was written by caden 0.1 and cannot be resumed: start a new fleet run."
+                "This peer's checkpoint was written by an older version of caden and cannot be resumed: start a new "
+                "fleet run."
             )
         self._known = dict(buffers)
