@@ -22,7 +22,7 @@ from caden.networks.peers.fleet import free_ports
 from caden.networks.peers.link import ZenohLink
 from caden.networks.peers.wire import AGREED
 
-ROUNDS, LATE = 400, 200
+ROUNDS, LATE = 300, 20
 METHODS = {
     "radmm": {"name": "radmm", "rho": 0.4, "alpha": 0.7},
     "radmm, clip = 1": {"name": "radmm", "rho": 0.4, "alpha": 0.7},
@@ -57,6 +57,11 @@ class Noise(Honest):
 
 
 class ClaimsCalm(Honest):
+    """Works as it should, but tells everyone that all agents are calm and have agreed to end."""
+
+    def agreed(self, calm):
+        return False
+
     def report_progress(self, rounds, life=0, calm=0, flags=0):
         super().report_progress(rounds, life, 10**6, AGREED)
         with self._changed:

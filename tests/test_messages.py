@@ -48,10 +48,11 @@ def test_arc_methods_stay_exact_under_loss(setting, name, p, messages):
     assert distance(method, problem, graph, 2200, 1e-7, participation=p, local_steps=3, messages=messages) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["caden", "gt", "exact_diffusion"])
+@pytest.mark.filterwarnings("ignore:.*stationary point")
+@pytest.mark.parametrize("name", ["caden, paper", "gt", "exact_diffusion"])
 def test_broadcast_methods_are_biased_under_loss(setting, name):
     problem, graph = setting
-    method = {"caden": methods.caden(0.4, solver=exact()), "gt": methods.gt(0.2)}.get(
+    method = {"caden, paper": methods.caden(0.4, dual="paper", solver=exact()), "gt": methods.gt(0.2)}.get(
         name, methods.exact_diffusion(0.3)
     )
     result = caden.simulate(method, problem, graph, 600, messages={"loss": 0.2}, record_every=600)
@@ -101,8 +102,8 @@ def test_lost_messages_are_counted_and_nothing_changes_without_loss(setting):
 
 def test_edge_variables_are_refused_and_bad_input_is_told(setting):
     problem, graph = setting
-    with pytest.raises(caden.CadenError, match="radmm"):
-        caden.simulate(methods.caden(0.4), problem, graph, 3, participation=0.5, messages={"loss": 0.1})
+    with pytest.raises(caden.CadenError, match="use `caden`"):
+        caden.simulate(methods.admm_edges(0.4), problem, graph, 3, messages={"loss": 0.1})
     for spec, message in (
         ({"los": 0.1}, "did you mean 'messages.loss'"),
         ({"loss": 1.0}, r"\[0, 1\)"),

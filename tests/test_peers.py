@@ -110,7 +110,15 @@ FREE = {
 }
 
 
-@pytest.mark.parametrize("method", [FREE["method"], pytest.param({"name": "lt_admm"}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        FREE["method"],
+        {"name": "caden"},
+        *(pytest.param({"name": name}, marks=pytest.mark.slow) for name in ("caden_gd", "lt_admm")),
+    ],
+    ids=lambda method: method["name"],
+)
 def test_free_peers_agree_on_the_minimiser_and_replay_to_the_bit(tmp_path, method):
     config = fleet_file(tmp_path, mode="free", **{**FREE, "method": method}, fleet={"seconds": 60.0})
     found = as_threads(config, tmp_path)
@@ -150,7 +158,8 @@ def test_a_replay_notices_a_log_that_was_changed(tmp_path):
 
 def test_peers_that_are_killed_restarted_and_frozen_still_reach_the_minimiser(tmp_path):
     """6 processes; two die at random moments and come back, one stands still for 5 s; nobody's publish waits."""
-    config = fleet_file(tmp_path, mode="free", **FREE, fleet={"seconds": 100.0, "pace": 0.02})
+    method = {"name": "caden", "relax": 0.7}  # mu_z = "auto"
+    config = fleet_file(tmp_path, mode="free", **{**FREE, "method": method}, fleet={"seconds": 100.0, "pace": 0.02})
     chance = random.Random(0)
     crew = {agent: as_process(config, agent, tmp_path) for agent in range(6)}
     try:
@@ -180,6 +189,37 @@ def test_peers_that_are_killed_restarted_and_frozen_still_reach_the_minimiser(tm
         assert summary["stopped"] == "tolerance"
         if agent != 4:
             assert summary["slowest_publish"] < 1
+    assert all(again.same for again in replay(tmp_path))
+
+
+@pytest.mark.slow
+def test_peers_with_certificates_survive_24_kills(tmp_path):
+    certify(tmp_path / "certificates", ["127.0.0.1"] * 6)
+    fleet = {"seconds": 300.0, "pace": 0.02, "certificates": str(tmp_path / "certificates")}
+    config = fleet_file(tmp_path, mode="free", tls=True, **{**FREE, "tolerance": 1e-13}, fleet=fleet)
+    chance = random.Random(0)
+    crew = {agent: as_process(config, agent, tmp_path) for agent in range(6)}
+    folders = [tmp_path / f"agent-{i}" for i in range(6)]
+    kills = 0
+    try:
+        assert until(lambda: all(newest_round(folder) >= 0 for folder in folders), 60)
+        for _ in range(24):
+            victim = chance.randrange(6)
+            time.sleep(chance.uniform(0.0, 0.5))
+            kills += crew[victim].is_alive()
+            crew[victim].kill()
+            crew[victim].join(10)
+            time.sleep(chance.uniform(0.0, 0.5))
+            if not (folders[victim] / "weights.safetensors").exists():
+                crew[victim] = as_process(config, victim, tmp_path)
+        for process in crew.values():
+            process.join(200)
+    finally:
+        for process in crew.values():
+            process.kill()
+    assert kills == 24  # all in the middle of the work
+    solution = config.build()[1].solution
+    assert float((models(tmp_path, 6) - solution).norm(dim=1).max()) < 1e-10
     assert all(again.same for again in replay(tmp_path))
 
 

@@ -457,7 +457,7 @@ def test_a_report_draws_the_graph_from_the_directory(hostile):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("caden", {"messages": {"loss": 0.2}}, "lost messages"),
+        ("adapd", {"messages": {"loss": 0.2}}, "lost messages"),
         ("gt", {"messages": {"delay": 2}}, "delayed messages"),
         ("dgd", {"participation": 0.5, "links": 0.9}, "sleeping agents and changing links"),
     ],
@@ -473,6 +473,7 @@ def test_a_run_outside_what_a_method_survives_is_marked(small, name, options, wo
 def test_a_run_inside_what_a_method_survives_is_not(small):
     for method, options in (
         (caden.methods.caden(mu_z=1.0), {"participation": 0.5}),
+        (caden.methods.caden(), {"participation": 0.5, "messages": {"loss": 0.2, "delay": 1}}),
         (caden.methods.radmm(0.4), {"participation": 0.5, "messages": {"loss": 0.2, "delay": 1}}),
     ):
         result = caden.simulate(method, *small, rounds=3, **options)

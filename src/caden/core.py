@@ -74,6 +74,12 @@ class Edges:
         owner = torch.cat([self.first, self.second])
         return owner.clamp(max=self.agents - 1) if self.elsewhere else owner
 
+    def arc_max(self, values: Tensor) -> Tensor:
+        """Return the largest value of the arcs that each agent owns, -inf without any: (2e, n) -> (k, n)."""
+        out = values.new_full((self.agents + self.elsewhere, values.shape[1]), -torch.inf)
+        owner = torch.cat([self.first, self.second]).unsqueeze(1).expand_as(values)
+        return out.scatter_reduce_(0, owner, values, "amax")[: self.agents]
+
     def arc_sum(self, values: Tensor) -> Tensor:
         """Sum the values of the arcs that each agent owns: (2e, d) -> (k, d)."""
         return self._add(values, (torch.cat([self.first, self.second]), values, 1))
@@ -107,9 +113,12 @@ class Round(NamedTuple):
     edges: Edges
     graph: Graph  # what every agent may know: size, degrees, spectrum
     may_sleep: bool  # False: all agents are awake and all links are up in every round of this run
+    lossy: bool  # True: messages may be lost or late, or agents run free; then only arc variables are safe
     curvature: Tensor | None  # (k,) each agent's Lipschitz constant, as estimated by the warm-up
     broadcast: Callable[[Tensor], Heard]  # awake agents send their row once to all neighbours
-    exchange: Callable[[Tensor], tuple[Tensor, Tensor]]  # arc messages -> what each arc's owner received, and whether
+    # Messages of arcs -> what each arc's owner received, and whether. Columns beyond d are sent as they are, and count
+    # as bytes only.
+    exchange: Callable[[Tensor], tuple[Tensor, Tensor]]
     average: Callable[[Tensor], Tensor]  # (k, d) -> (d,) mean over awake agents, through a server
     maximum: Callable[[Tensor], Tensor]  # (k,) -> () largest value over all agents, by max-consensus
     uniform: Callable[[str], float]  # a random number shared by all agents, by label

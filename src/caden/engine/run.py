@@ -169,6 +169,7 @@ class Run:
         return part
 
     def scalars(self) -> dict[str, float]:
-        """Return the single numbers of the method's state, such as mu_z."""
+        """Return the single numbers of the method's state, such as mu_z; the largest, if every agent has its own."""
         fields = flatten(self.state, "").items()
-        return {name.removeprefix("."): float(value) for name, value in fields if value.ndim == 0}
+        single = [(name, value) for name, value in fields if value.ndim == 0 or value.shape[1:] == (1,)]
+        return {name.removeprefix("."): float(value.max()) for name, value in single}

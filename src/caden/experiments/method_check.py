@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "half the links": {"links": 0.5},
     "20 % lost": {"messages": {"loss": 0.2}},
     "2 rounds late": {"messages": {"delay": 2}},
+    "lost, late, half awake": {"messages": {"loss": 0.2, "delay": 2}, "participation": 0.5},
     "half the entries": {"messages": {"top": 0.5}},
 }
 EXACT = 1e-6

@@ -36,7 +36,7 @@ from caden.graphs import Graph
 from caden.networks.peers.certificates import link_errors
 from caden.networks.peers.fleet import Fleet
 from caden.networks.peers.link import ZenohLink
-from caden.networks.peers.transports import Free, Link, Lockstep
+from caden.networks.peers.transports import HEADER, Free, Link, Lockstep
 from caden.networks.peers.wire import AGREED, FINISHED
 
 ASK_WHY = 4.0  # seconds after which a peer finds out why it has not heard from a neighbour
@@ -85,7 +85,8 @@ def run_peer(
         run_dir.create(text, config.seed, graph)
         run_dir.lock.release()  # the recorder takes it
     with deterministic_mode(config.deterministic):
-        like = torch.empty(problem.dim, dtype=problem.dtype, device=problem.device)
+        width = problem.dim + (HEADER if fleet.mode == "free" else 0)
+        like = torch.empty(width, dtype=problem.dtype, device=problem.device)
         link = link_type(fleet, graph, agent, like, home, folder, stop)
         missing = _MissingNeighbours(fleet, graph, agent, home, link)
         try:

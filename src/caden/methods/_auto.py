@@ -5,6 +5,11 @@ residual is mu_z |change of sum_j z_ij|: how much the last move of the anchors c
 units of x, the second in units of gradients. The curvature that the agents met, |change of grad f_i| / |change of x_i|
 over a round, converts between them. phi is not scaled by mu_z, so nothing else changes when mu_z does. Agents agree on
 the numbers by max-consensus. Measurements: docs/parameters.md.
+
+Where messages may be lost or late there is no max-consensus, and agents may count their own rounds. There, each message
+carries `news`: how many checks of mu_z its sender knows of, the mu_z since then, and the largest residuals that it has
+heard of since then. Whoever comes to a check first proposes a new mu_z. Agents take the proposal of the latest check,
+of two for the same check the larger mu_z, so all end with the same. A message in terms of another mu_z is not used.
 """
 
 from typing import Any
@@ -12,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caden.core import Heard, Round
+from caden.core import Edges, Heard, Round
 from caden.graphs import Graph
 
 START = 0.006  # in L / (mean degree)
@@ -31,19 +36,80 @@ def balance(old: Any, new: Any, heard: Heard, round: Round, mu_z: Tensor) -> Any
     """Accumulate the residuals of one round of CADEN; after the rounds in CHECKS, change mu_z to balance them."""
     moved, gradient_change = new.x - old.x, new.memory.gradient - old.memory.gradient
     anchors = round.degree * moved - (new.gap - old.gap)
-    squares = [torch.linalg.vector_norm(v, dim=1) ** 2 for v in (mu_z * anchors, moved, gradient_change)]
-    rounding = (1e3 * torch.finfo(moved.dtype).eps * torch.linalg.vector_norm(new.x, dim=1)) ** 2
-    curvature = torch.where(squares[1] > rounding, squares[2] / squares[1], 0)  # only of moves above the rounding error
-    tally = old.tally + torch.stack([heard.disagreement() / 4, squares[0], 0 * curvature], dim=1)
+    pull = torch.linalg.vector_norm(mu_z * anchors, dim=1) ** 2
+    curvature = _squared_curvature(new.x, moved, gradient_change)
+    tally = old.tally + torch.stack([heard.disagreement() / 4, pull, 0 * curvature], dim=1)
     tally[:, 2] = torch.maximum(tally[:, 2], curvature)
     if round.index + 1 not in CHECKS:
         return new._replace(tally=tally)
     primal, dual, largest = (round.maximum(column) for column in tally.unbind(1))
-    ratio = float((largest * primal / dual).sqrt()) / _target_ratio(round.graph)
-    factor = 1.0
-    if 0 < ratio < BAND[0] or BAND[1] < ratio < float("inf"):
-        factor = min(max(ratio**0.5, 1 / LARGEST_CHANGE), LARGEST_CHANGE)
+    factor = _factor(primal, dual, largest, round.graph)
     return new._replace(mu_z=new.mu_z * factor, tally=tally * 0)
+
+
+def _squared_curvature(x: Tensor, moved: Tensor, gradient_change: Tensor) -> Tensor:
+    """Return (k,) the squared curvature met on the way, 0 for moves below the rounding error."""
+    way = torch.linalg.vector_norm(moved, dim=1) ** 2
+    rounding = (1e3 * torch.finfo(moved.dtype).eps * torch.linalg.vector_norm(x, dim=1)) ** 2
+    return torch.where(way > rounding, torch.linalg.vector_norm(gradient_change, dim=1) ** 2 / way, 0)
+
+
+def _factor(primal: Tensor, dual: Tensor, curvature: Tensor, graph: Graph) -> Tensor:
+    """Return by how much to change mu_z, given the squared residuals and curvature."""
+    ratio = (curvature * primal / dual).sqrt() / _target_ratio(graph)
+    change = ratio.sqrt().clamp(1 / LARGEST_CHANGE, LARGEST_CHANGE)
+    outside = ((ratio > 0) & (ratio < BAND[0])) | ((ratio > BAND[1]) & ratio.isfinite())
+    return torch.where(outside, change, 1)
+
+
+def first_news(mu_z: Tensor) -> Tensor:
+    """Return (k, 5) what agents that start with mu_z (k, 1) tell: checks, mu_z, and the three numbers of a tally."""
+    zero = torch.zeros_like(mu_z)
+    return torch.cat([zero, mu_z, zero, zero, zero], dim=1)
+
+
+def adopt(own: Tensor, received: Tensor, arrived: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
+    """Merge own news (k, 5) with those received (2e, 5); return the new ones, and which messages can be used."""
+    owner = edges.owner()
+
+    def latest(value: Tensor, counts: Tensor, own_value: Tensor, own_counts: Tensor) -> Tensor:
+        others = edges.arc_max(torch.where(counts, value, -torch.inf))
+        return torch.maximum(others, torch.where(own_counts, own_value, -torch.inf))
+
+    everyone = torch.ones_like(own[:, :1], dtype=torch.bool)
+    checks = latest(received[:, :1], arrived, own[:, :1], everyone)
+    current, own_current = arrived & (received[:, :1] == checks[owner]), own[:, :1] == checks
+    rest = latest(received[:, 1:], current, own[:, 1:], own_current)
+    return torch.cat([checks, rest], dim=1), arrived & (received[:, 1:2] == rest[owner, :1])
+
+
+def balance_by_gossip(old: Any, new: Any, round: Round, relax: float) -> Any:
+    """Accumulate the residuals of one round of CADEN in arcs; at a check, propose a mu_z that balances them.
+
+    A message moves its arc by relax 2 mu_z (x_j - s_e), which gives the primal residual. The dual residual is how much
+    the arcs changed the subproblem.
+    """
+    moved, gradient_change, arcs = new.x - old.x, new.memory.gradient - old.memory.gradient, new.z - old.z
+    apart = round.edges.arc_sum(torch.linalg.vector_norm(arcs, dim=1, keepdim=True) ** 2) / (2 * relax * new.mu_z) ** 2
+    changed = torch.linalg.vector_norm(round.edges.arc_sum(arcs), dim=1, keepdim=True) ** 2
+    curvature = _squared_curvature(new.x, moved, gradient_change).unsqueeze(1)
+    same = (new.news[:, :2] == old.news[:, :2]).all(1, keepdim=True)  # else z changed with mu_z, and the tally begins
+    tally = torch.where(same, old.tally + torch.cat([apart, changed, 0 * curvature], dim=1), 0)
+    tally[:, 2:] = torch.where(same, torch.maximum(old.tally[:, 2:], curvature), 0)
+    news = torch.cat([new.news[:, :2], torch.maximum(new.news[:, 2:], tally)], dim=1)
+    new = new._replace(tally=tally, news=news)
+    if round.index + 1 not in CHECKS:
+        return new
+    number = 1.0 + CHECKS.index(round.index + 1)
+    proposes = round.active & (news[:, :1] < number)
+    primal, dual, largest = news[:, 2:].unbind(1)
+    mu_z = torch.where(proposes, new.mu_z * _factor(primal, dual, largest, round.graph).unsqueeze(1), new.mu_z)
+    owner = round.edges.owner()
+    fresh = torch.cat([torch.full_like(mu_z, number), mu_z, 0 * news[:, 2:]], dim=1)
+    z = new.z + (mu_z - new.mu_z)[owner] * new.x[owner]
+    return new._replace(
+        z=z, mu_z=mu_z, news=torch.where(proposes, fresh, news), tally=torch.where(proposes, 0, new.tally)
+    )
 
 
 def _target_ratio(graph: Graph) -> float:

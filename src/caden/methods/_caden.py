@@ -9,20 +9,35 @@ Algorithm 1. Each awake agent i:
 
 Followed to the letter (``dual="paper"``), this is correct only while everyone is awake. If only one end of an edge is
 awake, only that end's phi moves. Then sum phi leaves zero, and the limit solves sum grad f_i = -sum phi: it is not a
-stationary point. The default (``dual="exact"``) keeps the edge variables z_ij = s_e and y_ij = +-y_e of the paper's eq.
-(5), known at both ends, and moves them by the half step of whichever end is awake:
+stationary point. The default (``dual="exact"``) is the same iteration in variables that stay consistent. Which ones
+depends on what the network guarantees; u_i = x_i - s_e, and relax = 1/2 is the paper:
 
-    u_i = x_i - s_e if i was awake, else 0;  u_j likewise
-    s_e <- s_e + relax (u_i + u_j);   y_e <- y_e + relax mu_y (u_i - u_j)
+    agents  everyone awake, everything arrives:  phi_i <- phi_i + relax mu_y sum_j (x_i - x_j)
+                                                 S_i <- relax sum_j (x_i + x_j) + (1 - 2 relax) S_i
+    edges   agents sleep, links change:          s_e <- s_e + relax (u_i + u_j),  y_e <- y_e + relax mu_y (u_i - u_j)
+                                                 with u_i = 0 if i slept; both ends know s_e and y_e of eq. (5)
+    arcs    messages are lost or late, agents    i sends 2 mu_z x_i - z_ij to j (mu_y = mu_z)
+            run free:                            z_ji <- (1 - relax) z_ji + relax (what arrived), else it stays
 
-This still takes one broadcast per round, and sum phi = 0 by construction. With relax = 1/2 and everyone awake it is
-Algorithm 1.
+Each awake agent minimises f_i(v) + mu_z d_i/2 |v|^2 - (mu_z S_i - phi_i).v, where S_i = sum_j (x_i + x_j)/2 at first.
+While everyone is awake and everything arrives, the three are equal:
 
-Sleeping agents: with dual="exact" edges move by the half step of whichever end is awake; exact.
+    1. Sum the edge form over the edges of i, with phi_i = sum_e +-y_e and S_i = sum_e s_e: the agent form.
+    2. Put z_ij = mu_z s_e - y_e and z_ji = mu_z s_e + y_e, so that what i sends is z_ji + 2 mu_z u_i: the arc form is
+       z_ji + relax 2 mu_z u_i = mu_z (s_e + relax (u_i + u_j)) + (y_e + relax mu_z (u_i - u_j)), the edge form.
+    3. sum_j z_ij = mu_z S_i - phi_i, so the subproblems are equal, too.
 
-If no agent can ever sleep, agent variables alone give the same iterates, and these are used. `relax` above 1/2
-over-relaxes. With mu_y = mu_z the method is the relaxed ADMM of Bastianello, Carli, Schenato and Todescato,
-"Asynchronous distributed optimization over lossy networks via relaxed ADMM", IEEE TAC 66(6), 2021.
+All forms take one communication per directed edge and round; in arcs it is another vector for each neighbour. In agents
+and edges sum phi = 0 by construction. In arcs an agent does not know z_ji, hence neither s_e nor y_e: `phi` is then
+mu_z d_i x_i - sum_j z_ij, the pull of all arcs, whose sum vanishes in the limit only.
+
+Sleeping agents: with dual="exact" edges move by the half step of whichever end is awake, arcs by the messages that
+arrive; exact.
+
+Arcs are the relaxed ADMM of Bastianello, Carli, Schenato and Todescato, "Asynchronous distributed optimization over
+lossy networks via relaxed ADMM", IEEE TAC 66(6), 2021, exact for convex f with random sleep and loss. No theory covers
+delay; docs/methods.md has what was measured. A separate mu_y has no arc form: z_ji would have to move by
+(mu_z + mu_y) u_i + (mu_z - mu_y) u_j, and j cannot tell s_e, hence u_j, from a single vector.
 """
 
 from typing import Any, NamedTuple
@@ -34,25 +49,27 @@ from caden import solvers
 from caden.core import Heard, Info, LocalSolver, Method, Objective, Round, Verdict
 from caden.curvature import smoothness
 from caden.errors import CadenError, require_choice, require_number, require_positive
-from caden.methods._auto import CHECKS, balance, first_penalty
-from caden.methods._registry import BROADCAST, PENALTY, RELAX, register
+from caden.methods._auto import CHECKS, adopt, balance, balance_by_gossip, first_news, first_penalty
+from caden.methods._registry import EVERYTHING, PENALTY, RELAX, register
 from caden.theory import examine
 
 
 class State(NamedTuple):
-    """x and phi as in the paper; `gap` is sum_j (x_i - z_ij), the pull of the anchors z_ij."""
+    """x and phi as in the paper; `gap` is sum_j (x_i - z_ij), the pull of the anchors z_ij, part of phi in arcs."""
 
     x: Tensor  # (k, d)
     phi: Tensor  # (k, d)
-    gap: Tensor  # (k, d)
+    gap: Tensor | None  # (k, d)
     memory: Any  # the local solver's
-    mu_z: Tensor  # ()
-    s: Tensor | None  # (e, d) the paper's z_ij, if agents may sleep
-    y: Tensor | None  # (e, d) the paper's y_ij, + at the first end and - at the second
-    tally: Tensor | None  # (k, 3) residuals and curvature since the last check of mu_z, if it is "auto"
+    mu_z: Tensor  # (), or (k, 1) while agents adapt it by gossip
+    s: Tensor | None = None  # (e, d) the paper's z_ij, in edge form
+    y: Tensor | None = None  # (e, d) the paper's y_ij, + at the first end and - at the second
+    z: Tensor | None = None  # (2e, d) in arc form
+    tally: Tensor | None = None  # (k, 3) residuals and curvature since the last check of mu_z, if it is "auto"
+    news: Tensor | None = None  # (k, 5) what agents tell each other about mu_z, in arc form
 
 
-@register({"mu_z": 0.4, "solver": "exact"}, BROADCAST, {"mu_z": PENALTY, "relax": RELAX}, theory=True)
+@register({"mu_z": 0.4, "solver": "exact"}, EVERYTHING, {"mu_z": PENALTY, "relax": RELAX}, theory=True)
 def caden(
     mu_z: float | str = "auto",
     mu_y: float | None = None,
@@ -67,9 +84,10 @@ def caden(
     Args:
         mu_z: weight of the pull towards the neighbours. "auto" starts at 0.006 L / (mean degree), where L is the
             largest curvature found by the warm-up (without one, by a few probing gradients), and balances the residuals
-            in some of the first 256 rounds. Agents agree on the numbers by max-consensus, counted from round 0 on.
+            in some of the first 256 rounds. Agents agree on the numbers by max-consensus, counted from round 0 on, or,
+            where messages may be lost or late, by numbers that travel with their messages.
         mu_y: dual step, `mu_z` if None. Far above it the method diverges, although Theorem 1 of the paper asks for it.
-        dual: "exact" (correct with sleeping agents) or "paper" (Algorithm 1 to the letter).
+        dual: "exact" (correct over any network) or "paper" (Algorithm 1 to the letter).
         relax: 0.5 in the paper; values up to about 0.9 are usually faster and cost nothing.
         growth: factor by which mu_z and mu_y grow in every round.
         unsafe: run even with parameters that must diverge (see `theory.examine`).
@@ -86,43 +104,44 @@ def caden(
     _require_valid(mu_z, mu_y, dual, relax, growth)
     local = solvers.from_spec(solver)
 
-    def penalties(mu: Tensor, index: int) -> tuple[Tensor, Tensor | float]:
-        """Return mu_z and mu_y of a round."""
-        factor = torch.tensor(growth, dtype=mu.dtype, device=mu.device) ** index
-        return mu * factor, mu * factor if mu_y is None else mu_y * factor
-
     def init(x: Tensor, round: Round) -> State:
-        curvature, tally = round.curvature, None
-        if isinstance(mu_z, str):
-            curvature = smoothness(round.problem, x) if curvature is None else curvature
-            mu, tally = first_penalty(round.maximum(curvature).to(x.dtype), round.graph), x.new_zeros(len(x), 3)
-        else:
-            mu = torch.as_tensor(mu_z, dtype=x.dtype, device=x.device)
-        heard = round.broadcast(x)
-        s = y = None
-        if dual == "exact" and round.may_sleep:
-            first, second = heard.ends()
-            s, y = (first + second) / 2, torch.zeros_like(first)
-        memory = local.init(round.problem, x, curvature)
-        return State(x, torch.zeros_like(x), heard.laplacian() / 2, memory, mu, s, y, tally)
+        in_arcs = dual == "exact" and round.lossy
+        if in_arcs:
+            _require_arc_form(mu_z, mu_y, growth)
+        mu, curvature = _first_mu(mu_z, x, round, in_arcs)
+        tally = x.new_zeros(len(x), 3) if isinstance(mu_z, str) else None
+        heard, memory = round.broadcast(x), local.init(round.problem, x, curvature)
+        state = State(x, torch.zeros_like(x), heard.laplacian() / 2, memory, mu, tally=tally)
+        if dual == "paper" or not (round.may_sleep or in_arcs):
+            return state
+        first, second = heard.ends()
+        s = (first + second) / 2
+        if not in_arcs:
+            return state._replace(s=s, y=torch.zeros_like(s))
+        z = _of_arcs(mu, round) * torch.cat([s, s])
+        news = first_news(mu) if isinstance(mu_z, str) else None
+        return state._replace(phi=_arc_pull(x, z, mu, round), gap=None, z=z, news=news)
 
     def step(state: State, round: Round) -> tuple[State, Info]:
-        mu, step_y = penalties(state.mu_z, round.index)
-        objective = Objective(round.problem, state.phi + mu * state.gap, mu * round.degree)
-        solved = local.solve(objective, state.x, round.work, state.memory)
+        mu, step_y = _penalties(state.mu_z, mu_y, growth, round.index)
+        slope = state.phi if state.gap is None else state.phi + mu * state.gap
+        solved = local.solve(Objective(round.problem, slope, mu * round.degree), state.x, round.work, state.memory)
+        state = state._replace(memory=solved.memory)
+        if state.z is not None:
+            return _arc_update(state, state.z, solved.x, round, relax), solved.info
         heard = round.broadcast(solved.x)
-        s, y = state.s, state.y
-        if s is not None and y is not None:
-            phi, gap, s, y = _edge_update(s, y, heard, round, relax, step_y)
+        if state.s is not None and state.y is not None:
+            new = _edge_update(state, state.s, state.y, solved.x, heard, round, relax, step_y)
         else:
-            phi, gap = _agent_update(state, solved.x, heard, round, relax, step_y)
-        new = State(solved.x, phi, gap, solved.memory, state.mu_z, s, y, state.tally)
+            new = _agent_update(state, solved.x, heard, round, relax, step_y)
         return new, solved.info if state.tally is None else solved.info._replace(heard=heard)
 
     def adapt(old: State, new: State, round: Round, info: Info) -> State:
-        if old.tally is None or info.heard is None or round.index >= max(CHECKS):
-            return new
-        adapted: State = balance(old, new, info.heard, round, penalties(old.mu_z, round.index)[0])
+        adapted: State = new
+        if old.news is not None:
+            adapted = balance_by_gossip(old, new, round, relax)
+        elif old.tally is not None and info.heard is not None and round.index < max(CHECKS):
+            adapted = balance(old, new, info.heard, round, _penalties(old.mu_z, mu_y, growth, round.index)[0])
         return adapted
 
     def examine_run(round: Round) -> Verdict:
@@ -132,7 +151,7 @@ def caden(
     return Method(init, step, "caden", examine_run, adapt, _advice(mu_y, relax))
 
 
-@register({"mu_z": 0.4}, BROADCAST, {"mu_z": PENALTY, "relax": RELAX}, theory=True)
+@register({"mu_z": 0.4}, EVERYTHING, {"mu_z": PENALTY, "relax": RELAX}, theory=True)
 def caden_gd(mu_z: float | str = "auto", step_size: float | None = None, **options: Any) -> Method:
     """CADEN with gradient descent as the local solver.
 
@@ -169,6 +188,29 @@ def _require_valid(mu_z: float | str, mu_y: float | None, dual: str, relax: floa
         raise CadenError(f'`relax` must be 0.5 with `dual="paper"`, got {relax}; use `dual="exact"` for other values.')
 
 
+def _penalties(mu_z: Tensor, mu_y: float | None, growth: float, index: int) -> tuple[Tensor, Tensor | float]:
+    """Return mu_z and mu_y of a round."""
+    factor = torch.tensor(growth, dtype=mu_z.dtype, device=mu_z.device) ** index
+    return mu_z * factor, mu_z * factor if mu_y is None else mu_y * factor
+
+
+def _first_mu(mu_z: float | str, x: Tensor, round: Round, in_arcs: bool) -> tuple[Tensor, Tensor | None]:
+    """Return mu_z at the start, one per agent if it will be agreed on by gossip, and the curvature if it is known."""
+    if not isinstance(mu_z, str):
+        return torch.as_tensor(mu_z, dtype=x.dtype, device=x.device), round.curvature
+    curvature = smoothness(round.problem, x) if round.curvature is None else round.curvature
+    largest = curvature.unsqueeze(1) if in_arcs else round.maximum(curvature)
+    return first_penalty(largest.to(x.dtype), round.graph), curvature
+
+
+def _require_arc_form(mu_z: float | str, mu_y: float | None, growth: float) -> None:
+    where = "where messages may be lost or late"
+    if mu_y is not None and mu_y != mu_z:
+        raise CadenError(f"`mu_y` must be `mu_z` {where}, got {mu_y}: leave it out.")
+    if growth != 1:
+        raise CadenError(f"`growth` must be 1 {where}, since agents count their own rounds, got {growth}.")
+
+
 def _verdict(
     round: Round, mu_z: float | str, mu_y: float | None, dual: str, relax: float, near_exact: bool, unsafe: bool
 ) -> Verdict:
@@ -179,26 +221,25 @@ def _verdict(
         verdict = examine(round.problem, round.graph, mu_z, step_y, relax, round.may_sleep, near_exact)
     if verdict.refusal is not None:
         return Verdict() if unsafe else Verdict(f"{verdict.refusal} (`unsafe=true` runs it anyway.)")
-    if dual == "paper" and round.may_sleep:
-        return Verdict(warning='`dual="paper"` with sleeping agents does not reach a stationary point.')
+    if dual == "paper" and (round.may_sleep or round.lossy):
+        return Verdict(warning='`dual="paper"` does not reach a stationary point if agents sleep or messages are lost.')
     return verdict
 
 
-def _agent_update(
-    state: State, x: Tensor, heard: Heard, round: Round, relax: float, mu_y: Tensor | float
-) -> tuple[Tensor, Tensor]:
+def _agent_update(state: State, x: Tensor, heard: Heard, round: Round, relax: float, mu_y: Tensor | float) -> State:
     """Update the dual and the anchors in agent variables: Algorithm 1, also over-relaxed."""
+    assert state.gap is not None
     laplacian = heard.laplacian()
     phi = state.phi + relax * mu_y * laplacian
     gap = relax * laplacian
     if relax != 0.5:
         gap += (1 - 2 * relax) * (state.gap + round.degree * (x - state.x))
-    return torch.where(round.active, phi, state.phi), gap
+    return state._replace(x=x, phi=torch.where(round.active, phi, state.phi), gap=gap)
 
 
 def _edge_update(
-    s: Tensor, y: Tensor, heard: Heard, round: Round, relax: float, mu_y: Tensor | float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    state: State, s: Tensor, y: Tensor, x: Tensor, heard: Heard, round: Round, relax: float, mu_y: Tensor | float
+) -> State:
     """Update the dual and the anchors on edges by the half step of whichever end is awake."""
     first, second = heard.ends()
     u = torch.where(round.edges.awake_first, first - s, 0)
@@ -206,4 +247,29 @@ def _edge_update(
     s = s + relax * (u + w)
     y = y + relax * mu_y * (u - w)
     gap = round.edges.arc_sum(torch.cat([first - s, second - s]))
-    return round.edges.signed_sum(y), gap, s, y
+    return state._replace(x=x, phi=round.edges.signed_sum(y), gap=gap, s=s, y=y)
+
+
+def _arc_update(state: State, z: Tensor, x: Tensor, round: Round, relax: float) -> State:
+    """Send each neighbour its message, and move the arcs whose messages arrived."""
+    own, d = x[round.edges.owner()], x.shape[1]
+    messages, mu_z, news = 2 * _of_arcs(state.mu_z, round) * own - z, state.mu_z, state.news
+    if news is None:
+        received, usable = round.exchange(messages)
+    else:
+        received, arrived = round.exchange(torch.cat([messages, news[round.edges.owner()]], dim=1))
+        news, usable = adopt(news, received[:, d:], arrived, round.edges)
+        mu_z = news[:, 1:2]
+        z = z + _of_arcs(mu_z - state.mu_z, round) * own  # the same point in terms of the new mu_z
+    z = torch.where(usable, (1 - relax) * z + relax * received[:, :d], z)
+    return state._replace(x=x, phi=_arc_pull(x, z, mu_z, round), z=z, mu_z=mu_z, news=news)
+
+
+def _arc_pull(x: Tensor, z: Tensor, mu_z: Tensor, round: Round) -> Tensor:
+    """Return mu_z d_i x_i - sum_j z_ij, written as a sum of differences."""
+    return round.edges.arc_sum(_of_arcs(mu_z, round) * x[round.edges.owner()] - z)
+
+
+def _of_arcs(mu_z: Tensor, round: Round) -> Tensor:
+    """Return the mu_z of each arc's owner."""
+    return mu_z[round.edges.owner()] if mu_z.ndim else mu_z

@@ -17,7 +17,7 @@ Sleeping agents: CADEN's half-step rule; exact.
 from caden.core import LocalSolver, Method
 from caden.errors import require_choice, require_positive
 from caden.methods._caden import caden
-from caden.methods._registry import BROADCAST, PENALTY, register
+from caden.methods._registry import EVERYTHING, PENALTY, register
 from caden.solvers import gd, lbfgs, newton
 
 
@@ -30,7 +30,7 @@ def _one_step(solver: LocalSolver) -> LocalSolver:
 
 @register(
     {"mu_z": 0.4, "direction": "newton", "eps": 0.2},
-    BROADCAST,
+    EVERYTHING,
     {"mu_z": PENALTY, "direction": ["gd", "newton", "lbfgs"], "eps": [0.3, 1.0, 3.0]},
 )
 def druid(mu_z: float = 0.1, direction: str = "lbfgs", eps: float = 1.0) -> Method:
@@ -55,7 +55,7 @@ def druid(mu_z: float = 0.1, direction: str = "lbfgs", eps: float = 1.0) -> Meth
     return caden(mu_z=mu_z, solver=_one_step(solver))._replace(name="druid")
 
 
-@register({"c": 0.2, "rho": 1.0}, BROADCAST, {"c": PENALTY, "rho": [0.5, 2.0, 10.0]})
+@register({"c": 0.2, "rho": 1.0}, EVERYTHING, {"c": PENALTY, "rho": [0.5, 2.0, 10.0]})
 def dlm(c: float = 0.05, rho: float = 2.0) -> Method:
     """DLM: linearised ADMM with one gradient per round.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import CadenError, require_number, require_positive
 from caden.methods._first_order import local_descent
-from caden.methods._registry import STEP, register
+from caden.methods._registry import EVERYTHING, STEP, register
 
 
 class State(NamedTuple):
@@ -28,7 +28,7 @@ class State(NamedTuple):
 
 @register(
     {"gamma": 0.2, "beta": 0.1, "rho": 0.4},
-    "sleep links loss delay compression",
+    EVERYTHING,
     {"gamma": STEP, "beta": [0.02, 0.05, 0.1], "rho": [0.1, 0.3, 1.0]},
 )
 def lt_admm(gamma: float = 0.1, beta: float = 0.05, rho: float = 0.3, alpha: float = 0.5) -> Method:

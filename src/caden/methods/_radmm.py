@@ -22,7 +22,7 @@ from torch import Tensor
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Objective, Round
 from caden.errors import CadenError, require_number, require_positive
-from caden.methods._registry import PENALTY, RELAX, register
+from caden.methods._registry import EVERYTHING, PENALTY, RELAX, register
 
 
 class State(NamedTuple):
@@ -33,7 +33,7 @@ class State(NamedTuple):
 
 @register(
     {"rho": 0.4, "alpha": 0.7, "solver": "exact"},
-    "sleep links loss delay compression",
+    EVERYTHING,
     {"rho": PENALTY, "alpha": RELAX},
 )
 def radmm(rho: float = 0.1, alpha: float = 0.5, solver: LocalSolver | str | dict[str, Any] = "lbfgs") -> Method:

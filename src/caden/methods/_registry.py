@@ -14,6 +14,7 @@ CONDITIONS = {
     "compression": "compressed messages",
 }
 BROADCAST = "sleep links compression"  # survived by methods whose awake neighbours all receive the same row
+EVERYTHING = "sleep links loss delay compression"  # survived by methods with arc variables
 
 # Parts of search spaces. A range is searched on a logarithmic scale, in units of the curvature L found by the warm-up;
 # a list holds choices. Every method has one range of three decades and up to three choices in addition.

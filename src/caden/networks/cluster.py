@@ -103,7 +103,7 @@ class Ranks(Transport):
             self._plan = blocks(graph, self.world)
         return self._plan[self.rank]
 
-    def connect(self, layout: Layout) -> None:
+    def connect(self, layout: Layout, dim: int) -> None:
         self._layout, self.wire_bytes = layout, 0
         home = torch.empty(layout.graph.agents, dtype=torch.int64)
         for part, members in enumerate(self._plan):

@@ -85,6 +85,6 @@ class HeardArcs(NamedTuple):
     def ends(self) -> tuple[Tensor, Tensor]:
         if self.agreed is None:
             raise CadenError(
-                "Edge variables need messages that arrive: use `radmm`, or remove `messages.loss` and `messages.delay`."
+                "Edge variables need messages that arrive: use `caden`, or remove `messages.loss` and `messages.delay`."
             )
         return self.agreed[self.edges.first], self.agreed[self.edges.second]

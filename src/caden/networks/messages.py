@@ -4,7 +4,7 @@ Every message that is sent is counted, whatever happens to it. The effect depend
 
 Loss and delay. The receiver continues with the newest message that has arrived.
 
-- Arc methods (`Round.exchange`: relaxed ADMM, LT-ADMM) leave the arc unchanged and stay exact under loss.
+- Arc methods (`Round.exchange`: CADEN, relaxed ADMM, LT-ADMM) leave the arc unchanged and stay exact under loss.
 - After a broadcast, `laplacian` and `mix` differ between the two ends of an edge: sums are no longer preserved, and the
   method is biased.
 - Edge variables (`Heard.ends`) must be equal at both ends, which cannot be guaranteed here: they are refused.

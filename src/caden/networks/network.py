@@ -43,15 +43,16 @@ class Network:
         self.post = Delivery(messages or Messages(), draw, self.layout)
         if links is not None and self.post.model.compressed:
             raise CadenError("Compressed differences must all arrive: remove `links`.")
-        self.transport.connect(self.layout)
+        self.transport.connect(self.layout, problem.dim)
         self.may_sleep = may_sleep or links is not None
+        self.lossy = self.post.model.unreliable or self.transport.sees_only_itself
         self.numbers_sent = self.bytes = 0
-        self._dim, self._degree = problem.dim, self.layout.degree.to(problem.dtype)
+        self.dim, self._degree = problem.dim, self.layout.degree.to(problem.dtype)
 
     @property
     def communications(self) -> int:
         """Vectors of d numbers sent over directed edges so far, in whole vectors."""
-        return self.numbers_sent // self._dim
+        return self.numbers_sent // self.dim
 
     def _edges_of_round(self, index: int, awake: Tensor) -> tuple[Edges, int]:
         """Return the edges of a round in which the agents `awake` (m, 1) take part, and how many edge ends send."""
@@ -86,7 +87,7 @@ class Network:
         if absent := self.transport.absent():
             edges, degree = self._without_rows(absent, edges)
         work = (work * active)[self.layout.hosted].to(problem.device)
-        facts = problem, edges, self.graph, self.may_sleep, curvature
+        facts = problem, edges, self.graph, self.may_sleep, self.lossy, curvature
         functions = operators.broadcast, operators.exchange, operators.average, operators.maximum, operators.uniform
         return Round(index, operators.awake, awake, work, degree, *facts, *functions)
 
@@ -171,8 +172,12 @@ class _Operators:
         return HeardArcs(rows, known, both, edges, None if unreliable and self._index >= 0 else fresh)
 
     def exchange(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        exchange, edges = self._next_exchange(), self._edges
-        messages = self._encode(f"exchange{exchange}", messages, torch.cat([edges.awake_first, edges.awake_second]))
+        exchange, edges, dim = self._next_exchange(), self._edges, self._network.dim
+        speaking, header = torch.cat([edges.awake_first, edges.awake_second]), messages[:, dim:]
+        messages = self._encode(f"exchange{exchange}", messages[:, :dim], speaking)
+        if header.shape[1]:
+            self._count(self._sending, 0, header.shape[1] * header.element_size())
+            messages = torch.cat([messages, header], dim=1)
         received, came = self._transport.exchange_arcs(messages, self._active)
         if came is None:
             came = torch.cat([edges.awake_second, edges.awake_first])  # (2e, 1) whether each arc's peer sends

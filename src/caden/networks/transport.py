@@ -21,8 +21,8 @@ class Transport(Protocol):
     def hosts(self, graph: Graph) -> list[int] | None:
         """Return the agents of this process; None for all of them."""
 
-    def connect(self, layout: Layout) -> None:
-        """Prepare for a layout; called once, before anything is sent."""
+    def connect(self, layout: Layout, dim: int) -> None:
+        """Prepare for a layout and rows of `dim` numbers; called once, before anything is sent."""
 
     def begin_round(self, index: int) -> None:
         """Prepare for a round."""
@@ -63,7 +63,7 @@ class Memory(Transport):
     def hosts(self, graph: Graph) -> list[int] | None:
         return None
 
-    def connect(self, layout: Layout) -> None:
+    def connect(self, layout: Layout, dim: int) -> None:
         self._layout = layout
 
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:

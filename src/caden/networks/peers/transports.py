@@ -17,6 +17,7 @@ from caden.networks.layout import Layout
 from caden.networks.peers.wire import LIFE
 from caden.networks.transport import Transport
 
+HEADER = 8  # free: numbers that may travel with a row
 LANES = 1 << 20  # versions per round in lockstep; the second half is for the agreement after the round
 
 
@@ -46,6 +47,11 @@ def own_arcs(layout: Layout) -> dict[int, int]:
     return {rows[max(a, b)]: edge + (half if b == 0 else 0) for edge, (a, b) in ends}
 
 
+def _padded(row: Tensor, zeros: int) -> Tensor:
+    """Return the row with zeros after it: all rows of free-running peers have one length."""
+    return torch.cat([row, row.new_zeros(zeros)])
+
+
 class Lockstep(Transport):
     """The transport of exact rounds: the same numbers as in the simulator."""
 
@@ -57,7 +63,7 @@ class Lockstep(Transport):
     def hosts(self, graph: Graph) -> list[int] | None:
         return [self._agent]
 
-    def connect(self, layout: Layout) -> None:
+    def connect(self, layout: Layout, dim: int) -> None:
         self._layout, self._arc = layout, own_arcs(layout)
         self.neighbours = layout.rows[1:].tolist()
         self._everyone = torch.ones(layout.graph.agents, dtype=torch.bool)
@@ -125,8 +131,8 @@ class Free(Transport):
     def hosts(self, graph: Graph) -> list[int] | None:
         return [self._agent]
 
-    def connect(self, layout: Layout) -> None:
-        self._layout, self._arc = layout, own_arcs(layout)
+    def connect(self, layout: Layout, dim: int) -> None:
+        self._layout, self._arc, self._dim = layout, own_arcs(layout), dim
         self.neighbours = layout.rows[1:].tolist()
         self._known = {
             "versions": torch.full((layout.graph.agents,), -1),  # newest version taken from each neighbour
@@ -171,10 +177,10 @@ class Free(Transport):
         if self._index >= 0:
             raise self._refusal()
         if not self.quiet:
-            self._link.publish(0, dict.fromkeys(self.neighbours, rows[0]))
+            self._link.publish(0, dict.fromkeys(self.neighbours, _padded(rows[0], HEADER)))
         known = rows.expand(len(self._layout.rows), -1).clone()  # its own row stands in for unheard peers
         for j, row in self._take_new_rows().items():
-            known[1 + self.neighbours.index(j)] = row
+            known[1 + self.neighbours.index(j)] = row[: rows.shape[1]]
         return known
 
     def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -182,11 +188,13 @@ class Free(Transport):
         if self._exchanges > 1 or self._index < 0:
             raise self._refusal()
         self._known["life"] = torch.tensor(self._link.life(self._index, self.life))
-        self._link.publish(self.life * LIFE + self._index + 1, {j: arcs[a] for j, a in self._arc.items()})
+        version, width = self.life * LIFE + self._index + 1, arcs.shape[1]
+        unused = self._dim + HEADER - width
+        self._link.publish(version, {j: _padded(arcs[a], unused) for j, a in self._arc.items()})
         received = torch.zeros_like(arcs)
         arrived = torch.zeros(len(arcs), 1, dtype=torch.bool, device=arcs.device)
         for j, row in self._take_new_rows().items():
-            received[self._arc[j]] = self._clipped(j, row, arcs[self._arc[j]])
+            received[self._arc[j]] = self._clipped(j, row[:width], arcs[self._arc[j]])
             arrived[self._arc[j]] = True
         return received, arrived
 
@@ -194,11 +202,12 @@ class Free(Transport):
         """Return the message with its change limited to `clip`, if set; the first one is compared with our own."""
         if self._clip is None:
             return row
-        last = self._known.get(f"last.{neighbour}", own)
-        change = row - last
-        row = last + change * min(1.0, self._clip / max(float(torch.linalg.vector_norm(change)), 1e-300))
-        self._known[f"last.{neighbour}"] = row.clone()
-        return row
+        message, header = row[: self._dim], row[self._dim :]
+        last = self._known.get(f"last.{neighbour}", own[: self._dim])
+        change = message - last
+        message = last + change * min(1.0, self._clip / max(float(torch.linalg.vector_norm(change)), 1e-300))
+        self._known[f"last.{neighbour}"] = message.clone()
+        return torch.cat([message, header])
 
     def gather(self, rows: Tensor) -> Tensor:
         raise self._refusal()
@@ -208,7 +217,7 @@ class Free(Transport):
 
     def _refusal(self) -> CadenError:
         return CadenError(
-            "Free-running peers need a method whose rounds are a single exchange over arcs (radmm, lt_admm); "
+            "Free-running peers need a method whose rounds are a single exchange over arcs (caden, radmm, lt_admm); "
             'others run with `fleet.mode = "lockstep"`.'
         )
 
