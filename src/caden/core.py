@@ -107,7 +107,7 @@ class Round(NamedTuple):
     index: int  # type: ignore[assignment]  # -1 in `init`, where all agents are awake
     active: Tensor  # (k, 1) bool; a round with no agent awake is legal and changes nothing
     awake: int  # number of awake agents, over all processes
-    work: Tensor  # (k,) local steps in this round, 0 for sleeping agents
+    work: Tensor  # (k,) local steps in this round, at most if `accuracy` is set; 0 for sleeping agents
     degree: Tensor  # (k, 1) in the problem's dtype
     problem: Problem  # the hosted agents' functions
     edges: Edges
@@ -115,6 +115,7 @@ class Round(NamedTuple):
     may_sleep: bool  # False: all agents are awake and all links are up in every round of this run
     lossy: bool  # True: messages may be lost or late, or agents run free; then only arc variables are safe
     curvature: Tensor | None  # (k,) each agent's Lipschitz constant, as estimated by the warm-up
+    accuracy: float | None  # local solves may stop at this relative error (`Objective`)
     broadcast: Callable[[Tensor], Heard]  # awake agents send their row once to all neighbours
     # Messages of arcs -> what each arc's owner received, and whether. Columns beyond d are sent as they are, and count
     # as bytes only.
@@ -122,6 +123,10 @@ class Round(NamedTuple):
     average: Callable[[Tensor], Tensor]  # (k, d) -> (d,) mean over awake agents, through a server
     maximum: Callable[[Tensor], Tensor]  # (k,) -> () largest value over all agents, by max-consensus
     uniform: Callable[[str], float]  # a random number shared by all agents, by label
+
+    def objective(self, slope: Tensor, rho: Tensor, overshoot: float = 0.25) -> Objective:
+        """Return the awake agents' subproblems f_i(v) + slope_i.(v - x_i) + rho_i/2 |v - x_i|^2."""
+        return Objective(self.problem, slope, rho, self.accuracy, overshoot)
 
 
 class Info(NamedTuple):
@@ -132,6 +137,7 @@ class Info(NamedTuple):
     rejected: int = 0  # trial points rejected by line searches
     fallbacks: int = 0  # local steps that replaced their direction by a safe gradient step
     stalled: tuple[int, ...] = ()  # rows that found no acceptable point
+    steps: Tensor | None = None  # (k,) local steps that each agent took
     heard: Heard | None = None  # the broadcast of x, if the method adapts to it
 
 
@@ -269,11 +275,20 @@ class Objective(NamedTuple):
 
     Every proximal or augmented-Lagrangian subproblem of this library has this form. Written around the starting point,
     it has no cancellation between a large linear and a large quadratic term, which matters in float32.
+
+    With `accuracy` set, an agent stops at the first v, after at least one step, whose gradient g of the subproblem has
+
+        |g| <= accuracy rho |v - x|   and   g.(v - x) <= overshoot rho |v - x|^2,
+
+    or is zero to rounding. If f is convex, the first makes v - x right up to the fraction `accuracy`; the second lets v
+    lie beyond the minimiser by a small fraction only. Where rho is 0, |g| <= accuracy |g at x| is asked for instead.
     """
 
     problem: Problem
     slope: Tensor  # (k, d)
     rho: Tensor  # (k, 1)
+    accuracy: float | None = None
+    overshoot: float = 0.25
 
 
 class Solved(NamedTuple):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from caden.errors import CadenError, require_integer
+from caden.errors import CadenError, require_integer, require_number
 from caden.graphs import Graph
 from caden.registry import make
 
@@ -54,7 +55,30 @@ def in_turn(parts: int) -> Schedule:
     return lambda round, draw: np.arange(draw.agents) % parts == round % parts
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {"switch": switch, "between": between, "in_turn": in_turn}
+@dataclass(frozen=True)
+class Auto:
+    """Local steps until more would not help (`core.Objective`), for methods with a local solver."""
+
+    accuracy: float
+    most: int
+
+    def __call__(self, round: int, draw: Draw) -> int:
+        return self.most
+
+
+def auto(accuracy: float = 0.5, most: int = 8) -> Auto:
+    """As many local steps as each agent needs for a relative error of `accuracy`, at most `most`."""
+    if not 0 < require_number("accuracy", accuracy) < 1:
+        raise CadenError(f"`accuracy` must lie in (0, 1), got {accuracy}.")
+    return Auto(accuracy, require_integer("most", most, least=1))
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "switch": switch,
+    "between": between,
+    "in_turn": in_turn,
+    "auto": auto,
+}
 
 
 def from_spec(spec: Any) -> Any:
@@ -131,10 +155,14 @@ class Links(Participation):
 
 
 class Workload:
-    """The local steps of each agent: a number, one per agent, or a schedule of either."""
+    """The local steps of each agent: a number, one per agent, or a schedule of either; "auto": as many as help."""
 
-    def __init__(self, spec: int | Sequence[int] | Schedule, draw: Draw):
+    def __init__(self, spec: int | str | Sequence[int] | Schedule, draw: Draw):
+        if isinstance(spec, str) and spec != "auto":
+            raise CadenError(f'`local_steps` must be a number, a schedule or "auto", got {spec!r}.')
+        spec = auto() if isinstance(spec, str) else spec
         self._draw = draw
+        self.accuracy = spec.accuracy if isinstance(spec, Auto) else None
         self._schedule: Schedule = spec if callable(spec) else lambda round, draw: spec
         self(0)
 

@@ -1,6 +1,7 @@
 """The metrics of recorded rounds. The clock stops while they are computed, and their evaluations are not counted."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,6 +29,16 @@ def lyapunov(x: Tensor, gradient: Tensor, phi: Tensor, first: Tensor, second: Te
     return _square(gradient + phi) + apart / 2  # each edge occurs twice in the double sum
 
 
+def _local_steps(steps: Tensor | None, gather: Callable[[Tensor], Tensor]) -> dict[str, float | None]:
+    """Return the mean, least and most local steps of the agents that worked in the last round."""
+    names = ("local_steps", "local_steps_least", "local_steps_most")
+    taken = None if steps is None else gather(steps)
+    taken = None if taken is None else taken[taken > 0].double()
+    if taken is None or not len(taken):
+        return dict.fromkeys(names)
+    return dict(zip(names, (float(taken.mean()), float(taken.min()), float(taken.max()))))
+
+
 def measure(run: Run) -> dict[str, float | None]:
     """Return one row of the history, without counters; a method without duals has no `lyapunov` and no `dual_sum`."""
     state, problem, gather = run.state, run.problem.whole, run.network.transport.gather
@@ -43,4 +54,6 @@ def measure(run: Run) -> dict[str, float | None]:
         "lyapunov": None if phi is None else lyapunov(x, gradient, phi, *run.network.layout.ends),
         "dual_sum": None if phi is None else float(torch.linalg.vector_norm(phi.sum(0, dtype=torch.float64))),
     }
+    if run.counts_steps:
+        row |= _local_steps(run.info.steps, gather)
     return row | {name: float(gather(values).mean()) for name, values in problem.evaluate(state.x).items()}

@@ -26,7 +26,7 @@ class Conditions:
     """
 
     participation: float | Sequence[float] | Schedule = 1.0
-    local_steps: int | Sequence[int] | Schedule = 5
+    local_steps: int | str | Sequence[int] | Schedule = 5
     messages: Messages | Mapping[str, Any] | None = None
     links: float | Sequence[float] | Schedule | None = None
 

@@ -19,6 +19,7 @@ from caden.engine.redeal import redeal
 from caden.engine.warmup import Warmup, start_point, warm_up
 from caden.errors import CadenError
 from caden.networks.network import Network
+from caden.schedules import Workload
 
 _GROWTH = 1e8  # a model whose norm exceeds this many times 1 + the largest at the start has diverged
 
@@ -62,10 +63,11 @@ class Run:
         problem: Problem,
         network: Network,
         awake: Callable[[int], Tensor],
-        work: Callable[[int], Tensor],
+        work: Workload,
     ):
         self.method, self.problem, self.network = method, CountingProblem(problem), network
         self._awake, self._work = awake, work
+        self.counts_steps = work.accuracy is not None  # agents decide how many local steps they take
         self.index = 0  # rounds done
         self.active = network.graph.agents  # how many were awake in the last one
         self.info = Info()
@@ -89,7 +91,7 @@ class Run:
         norms = torch.linalg.vector_norm(start, dim=1)
         self._bound = _GROWTH * (1 + self.network.transport.reduce([float(norms.max())], "max")[0])
         everyone = torch.ones(self.network.graph.agents, dtype=torch.bool)
-        context = self.network.round(-1, everyone, self._work(0), self.problem, self.curvature)
+        context = self.network.round(-1, everyone, self._work(0), self.problem, self.curvature, self._work.accuracy)
         if self.method.examine is not None:
             refusal, warning = self.method.examine(context)
             if refusal:
@@ -105,7 +107,8 @@ class Run:
         self.active = int(active.sum())
         if self.active:
             problem = self.problem.begin_round(self.index)
-            context = self.network.round(self.index, active, self._work(self.index), problem, self.curvature)
+            work, accuracy = self._work(self.index), self._work.accuracy
+            context = self.network.round(self.index, active, work, problem, self.curvature, accuracy)
             self.state, self.info = self.method.advance(self.state, context)
             self.counts["rejected"] += self.info.rejected
             self.counts["fallbacks"] += self.info.fallbacks

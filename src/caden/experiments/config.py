@@ -66,7 +66,7 @@ class Experiment(BaseModel):
     rounds: int = 100
     seed: int = 0
     participation: float | list[float] | dict[str, Any] = 1.0
-    local_steps: int | list[int] | dict[str, Any] = 5
+    local_steps: int | str | list[int] | dict[str, Any] = 5
     target: float | None = None
     stop_at_target: bool = False
     tolerance: float | None = None

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from caden import solvers
-from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.core import Info, LocalSolver, Method, Round
 from caden.errors import require_choice, require_integer, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._gossip import chebyshev_mix
@@ -86,7 +86,7 @@ def adapd(
             value, gradient = refresh(round, x, memory.value, memory.gradient)
             memory, info = memory._replace(value=value, gradient=gradient), Info(value, gradient)
         else:
-            objective = Objective(round.problem, y + (state.x - x0) / eta, 0 * round.degree + 1 / eta)
+            objective = round.objective(y + (state.x - x0) / eta, 0 * round.degree + 1 / eta)
             x, memory, info = local.solve(objective, state.x, round.work, memory)
         new = awake(round, (x + state.q + eta * (y - z)) / 2, x0)
         y = awake(round, y + (x - new) / eta, y)

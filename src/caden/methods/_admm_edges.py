@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from caden import solvers
-from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.core import Info, LocalSolver, Method, Round
 from caden.errors import require_positive
 from caden.methods._dense import must_be_awake
 from caden.methods._registry import PENALTY, register
@@ -60,7 +60,7 @@ def admm_edges(mu_z: float, mu_y: float | None = None, solver: LocalSolver | str
     def step(state: State, round: Round) -> tuple[State, Info]:
         edges, half = round.edges, len(state.z)
         pull = state.y + mu_z * (state.x[edges.owner()] - torch.cat([state.z, state.z]))
-        objective = Objective(round.problem, edges.arc_sum(pull), mu_z * round.degree)
+        objective = round.objective(edges.arc_sum(pull), mu_z * round.degree)
         solved = local.solve(objective, state.x, round.work, state.memory)
         first, second = round.broadcast(solved.x).ends()
         z = (first + second + (state.y[:half] + state.y[half:]) / mu_z) / 2

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from caden import solvers
-from caden.core import Heard, Info, LocalSolver, Method, Objective, Round, Verdict
+from caden.core import Heard, Info, LocalSolver, Method, Round, Verdict
 from caden.curvature import smoothness
 from caden.errors import CadenError, require_choice, require_number, require_positive
 from caden.methods._auto import CHECKS, adopt, balance, balance_by_gossip, first_news, first_penalty
@@ -125,7 +125,9 @@ def caden(
     def step(state: State, round: Round) -> tuple[State, Info]:
         mu, step_y = _penalties(state.mu_z, mu_y, growth, round.index)
         slope = state.phi if state.gap is None else state.phi + mu * state.gap
-        solved = local.solve(Objective(round.problem, slope, mu * round.degree), state.x, round.work, state.memory)
+        solved = local.solve(
+            round.objective(slope, mu * round.degree, (1 - relax) / 2), state.x, round.work, state.memory
+        )
         state = state._replace(memory=solved.memory)
         if state.z is not None:
             return _arc_update(state, state.z, solved.x, round, relax), solved.info

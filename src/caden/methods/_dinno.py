@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from caden import solvers
-from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.core import Info, LocalSolver, Method, Round
 from caden.errors import require_positive
 from caden.methods._registry import BROADCAST, PENALTY, register
 
@@ -58,7 +58,7 @@ def dinno(rho: float = 0.05, growth: float = 1.0003, solver: LocalSolver | str |
         heard = round.broadcast(state.x)
         awake_laplacian = state.x - heard.mix(torch.ones(len(round.edges.first), device=state.x.device))
         phi = state.phi + rho_t * awake_laplacian
-        objective = Objective(round.problem, phi + rho_t * heard.laplacian(), 2 * rho_t * round.degree)
+        objective = round.objective(phi + rho_t * heard.laplacian(), 2 * rho_t * round.degree)
         solved = local.solve(objective, state.x, round.work, state.memory)
         return State(solved.x, phi, solved.memory), solved.info
 

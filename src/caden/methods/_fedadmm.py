@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from caden import solvers
-from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.core import Info, LocalSolver, Method, Round
 from caden.errors import require_positive
 from caden.methods._first_order import awake
 from caden.methods._registry import PENALTY, register
@@ -52,7 +52,7 @@ def fedadmm(rho: float = 0.3, solver: LocalSolver | str | dict[str, Any] = "gd")
         return State(x, round.average(x), x * 0, local.init(round.problem, x, round.curvature))
 
     def step(state: State, round: Round) -> tuple[State, Info]:
-        objective = Objective(round.problem, state.dual + rho * (state.x - state.theta), 0 * round.degree + rho)
+        objective = round.objective(state.dual + rho * (state.x - state.theta), 0 * round.degree + rho)
         solved = local.solve(objective, state.x, round.work, state.memory)
         dual = awake(round, state.dual + rho * (solved.x - state.theta), state.dual)
         change = solved.x - state.x + (dual - state.dual) / rho

@@ -8,6 +8,7 @@ from torch import Tensor
 from caden._tensor.parallel import AGENT_LOOPS
 from caden._tensor.rows import rows_separately, rows_where, take_rows
 from caden.core import Round
+from caden.errors import CadenError
 
 
 def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,6 +22,11 @@ def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[T
 
 def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
     """Take `work[i]` steps v <- v - step (grad f_i(v) + correction_i) from x; agents without work stay."""
+    if round.accuracy is not None:
+        raise CadenError(
+            '`local_steps = "auto"` needs a method with a local solver, such as `caden`: unequal numbers of steps bias '
+            "this one."
+        )
     agent_loop = AGENT_LOOPS["loop"] if rows_separately() else AGENT_LOOPS.get(round.problem.execution)
     if agent_loop is not None:
         return _one_by_one(agent_loop, round, x, step, correction)

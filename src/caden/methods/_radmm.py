@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from caden import solvers
-from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.core import Info, LocalSolver, Method, Round
 from caden.errors import CadenError, require_number, require_positive
 from caden.methods._registry import EVERYTHING, PENALTY, RELAX, register
 
@@ -66,7 +66,9 @@ def radmm(rho: float = 0.1, alpha: float = 0.5, solver: LocalSolver | str | dict
     def step(state: State, round: Round) -> tuple[State, Info]:
         edges, owner = round.edges, round.edges.owner()
         slope = edges.arc_sum(rho * state.x[owner] - state.z)
-        solved = local.solve(Objective(round.problem, slope, rho * round.degree), state.x, round.work, state.memory)
+        solved = local.solve(
+            round.objective(slope, rho * round.degree, (1 - alpha) / 2), state.x, round.work, state.memory
+        )
         received, arrived = round.exchange(2 * rho * solved.x[owner] - state.z)
         z = torch.where(arrived, (1 - alpha) * state.z + alpha * received, state.z)
         return State(solved.x, z, solved.memory), solved.info

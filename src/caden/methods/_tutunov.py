@@ -24,7 +24,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden._tensor.rows import batched_mv, solve_rows
-from caden.core import Info, LocalSolver, Method, Objective, Round
+from caden.core import Info, LocalSolver, Method, Round
 from caden.curvature import hessians
 from caden.errors import require_integer, require_positive
 from caden.methods._dense import must_be_awake, must_fit
@@ -67,9 +67,7 @@ def tutunov(
         return State(x, x * 0, x * 0, local.init(round.problem, x, round.curvature))
 
     def step(state: State, round: Round) -> tuple[State, Info]:
-        x, memory, info = local.solve(
-            Objective(round.problem, state.phi, 0 * round.degree), state.x, round.work, state.memory
-        )
+        x, memory, info = local.solve(round.objective(state.phi, 0 * round.degree), state.x, round.work, state.memory)
         k, d = x.shape
         H = hessians(round.problem, x)
         weighted = batched_mv(H, x)

@@ -75,7 +75,13 @@ class Network:
         )
 
     def round(
-        self, index: int, active: Tensor, work: Tensor, problem: Problem, curvature: Tensor | None = None
+        self,
+        index: int,
+        active: Tensor,
+        work: Tensor,
+        problem: Problem,
+        curvature: Tensor | None = None,
+        accuracy: float | None = None,
     ) -> Round:
         """Return the context of one round; `active` (m,) bool, `work` (m,)."""
         everyone = bool(active.all())
@@ -87,7 +93,7 @@ class Network:
         if absent := self.transport.absent():
             edges, degree = self._without_rows(absent, edges)
         work = (work * active)[self.layout.hosted].to(problem.device)
-        facts = problem, edges, self.graph, self.may_sleep, self.lossy, curvature
+        facts = problem, edges, self.graph, self.may_sleep, self.lossy, curvature, accuracy
         functions = operators.broadcast, operators.exchange, operators.average, operators.maximum, operators.uniform
         return Round(index, operators.awake, awake, work, degree, *facts, *functions)
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import rows_where, take_rows
-from caden.core import Info, LocalSolver, Objective, Problem, Solved
+from caden._tensor.rows import take_rows
+from caden.core import LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, require_number, require_positive
 from caden.solvers._iterate import Iterate, Memory, start
 
@@ -21,8 +21,7 @@ def adam(step_size: float = 5e-3, beta1: float = 0.9, beta2: float = 0.999, eps:
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
         now = Iterate(objective, x, memory, work)
         first, second = torch.zeros_like(x), torch.zeros_like(x)
-        for iteration in range(int(work.max())):
-            rows = rows_where(work > iteration)
+        for iteration, rows in now.local_steps():
             g = now.full_gradient(rows)
             mean = take_rows(first, rows).mul(beta1).add_(g, alpha=1 - beta1)
             square = take_rows(second, rows).mul(beta2).addcmul_(g, g, value=1 - beta2)
@@ -33,7 +32,7 @@ def adam(step_size: float = 5e-3, beta1: float = 0.9, beta2: float = 0.999, eps:
             scale = (square / (1 - beta2 ** (iteration + 1))).sqrt_().add_(eps)
             p = -step_size / (1 - beta1 ** (iteration + 1)) * mean / scale
             now.move(rows, now.evaluate(rows, p), p)
-        return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
+        return now.solved()
 
     def init(problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
         return start(problem, x, curvature)

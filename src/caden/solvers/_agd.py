@@ -9,8 +9,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import rows_where, take_rows
-from caden.core import Info, LocalSolver, Objective, Problem, Solved
+from caden._tensor.rows import take_rows
+from caden.core import LocalSolver, Objective, Problem, Solved
 from caden.errors import require_positive
 from caden.solvers._gd import gd
 from caden.solvers._iterate import Iterate, Memory
@@ -32,8 +32,7 @@ def agd(step_size: float | None = None) -> LocalSolver:
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
         now = Iterate(objective, x, memory, work)  # at w
         v, t = x.clone(), 1.0
-        for iteration in range(int(work.max())):
-            rows = rows_where(work > iteration)
+        for iteration, rows in now.local_steps():
             g = now.full_gradient(rows)
             new = take_rows(now.x, rows) - (now.safe_scale(rows, g) if step_size is None else step_size) * g
             next_t = (1 + sqrt(1 + 4 * t * t)) / 2
@@ -43,6 +42,6 @@ def agd(step_size: float | None = None) -> LocalSolver:
             now.move(rows, now.evaluate(rows, p), p)
             v = new if rows is None else v.index_copy(0, rows, new)
             t = next_t
-        return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
+        return now.solved()
 
     return LocalSolver(init, solve, "agd")

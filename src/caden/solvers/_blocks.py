@@ -40,10 +40,12 @@ def in_blocks(solver: LocalSolver) -> LocalSolver:
         if size >= len(x):
             return solver.solve(objective, x, work, memory)
         new, fields = torch.empty_like(x), list(memory)
-        rejected, fallbacks, stalled = 0, 0, list[int]()
+        rejected, fallbacks, stalled, steps = 0, 0, list[int](), list[Tensor]()
         for first in range(0, len(x), size):
             part = slice(first, min(first + size, len(x)))
-            block = Objective(_Block(objective.problem, part), objective.slope[part], objective.rho[part])
+            block = Objective(
+                _Block(objective.problem, part), objective.slope[part], objective.rho[part], *objective[3:]
+            )
             old_memory = type(memory)(*(field[part] for field in memory))
             new[part], new_memory, info = solver.solve(block, x[part], work[part], old_memory)
             for i, (before, after) in enumerate(zip(old_memory, new_memory)):
@@ -54,7 +56,9 @@ def in_blocks(solver: LocalSolver) -> LocalSolver:
                 fields[i][part] = after
             rejected, fallbacks = rejected + info.rejected, fallbacks + info.fallbacks
             stalled += [first + i for i in info.stalled]
-        info = Info(fields[0], fields[1], rejected, fallbacks, tuple(stalled))
+            steps += [] if info.steps is None else [info.steps]
+        taken = torch.cat(steps) if steps else None
+        info = Info(fields[0], fields[1], rejected, fallbacks, tuple(stalled), taken)
         return Solved(new, type(memory)(*fields), info)
 
     return solver._replace(solve=solve)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from caden._tensor.rows import rows_where, solve_rows, take_rows
-from caden.core import Info, LocalSolver, Objective, Problem, Solved
+from caden.core import LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError
 from caden.solvers._iterate import Iterate, Memory, start
 
@@ -28,6 +28,6 @@ def exact() -> LocalSolver:
         hessian = take_rows(objective.problem.hessian, rows) + take_rows(now.rho, rows).unsqueeze(2) * identity
         p = -solve_rows(hessian, now.full_gradient(rows))
         now.move(rows, now.evaluate(rows, p), p)
-        return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
+        return now.solved()
 
     return LocalSolver(init, solve, "exact", exact=True)

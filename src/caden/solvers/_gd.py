@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from caden._tensor.rows import rows_where, take_rows
-from caden.core import Info, LocalSolver, Objective, Problem, Solved
+from caden._tensor.rows import take_rows
+from caden.core import LocalSolver, Objective, Problem, Solved
 from caden.curvature import smoothness
 from caden.errors import require_positive
 from caden.solvers._iterate import Iterate, Memory, start
@@ -27,9 +27,7 @@ def gd(step_size: float | None = None, curvature: float | None = None) -> LocalS
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
         now = Iterate(objective, x, memory, work)
-        for iteration in range(int(work.max())):
-            live = work > iteration
-            rows = rows_where(live)
+        for _, rows in now.local_steps():
             g = now.full_gradient(rows)
             if step_size is not None:
                 p = -step_size * g
@@ -38,6 +36,6 @@ def gd(step_size: float | None = None, curvature: float | None = None) -> LocalS
             else:
                 p = -now.safe_scale(rows, g) * g
             now.move(rows, now.evaluate(rows, p), p)
-        return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
+        return now.solved()
 
     return LocalSolver(init, solve, "gd")

@@ -6,13 +6,16 @@ slope of the proximal part by rho p. So grad h = gradient + slope always holds a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import row_dots, row_norms, take_rows
-from caden.core import Objective, Problem
+from caden._tensor.rows import row_dots, row_norms, rows_where, take_rows
+from caden.core import Info, Objective, Problem, Solved
+
+_FLOOR = 8  # in units of the rounding error of the two parts of grad h
 
 
 class Memory(NamedTuple):
@@ -57,6 +60,9 @@ class Iterate:
                 value=memory.value.index_copy(0, rows, value), gradient=memory.gradient.index_copy(0, rows, gradient)
             )
         self.problem, self.rho = objective.problem, objective.rho
+        self.work, self.steps = work, torch.zeros_like(work)
+        self._accuracy, self._overshoot = objective.accuracy, objective.overshoot
+        self._start = (x, row_norms(memory.gradient + objective.slope)) if objective.accuracy is not None else None
         self.x = x.clone()
         self.slope = objective.slope.clone()
         self.value, self.gradient, self.curvature = (
@@ -64,6 +70,32 @@ class Iterate:
             memory.gradient.clone(),
             memory.curvature.clone(),
         )
+
+    def live(self, iteration: int) -> Tensor:
+        """Return (k,) which agents take another step: they have work left and are not accurate enough."""
+        live = self.work > iteration
+        if self._start is None or self._accuracy is None or iteration == 0:
+            return live
+        (start, first), g = self._start, self.full_gradient(None)
+        way, norm, rho = self.x - start, row_norms(g), self.rho.squeeze(1)
+        length = row_norms(way)
+        enough = torch.where(rho > 0, rho * length, first) * self._accuracy
+        floor = _FLOOR * torch.finfo(g.dtype).eps * (row_norms(self.gradient) + row_norms(self.slope))
+        beyond = row_dots(g, way) > self._overshoot * rho * length**2
+        return live & (norm > floor) & ((norm > enough) | (beyond & (rho > 0)))
+
+    def local_steps(self) -> Iterator[tuple[int, Tensor | None]]:
+        """Yield the number of each local step and the rows that take it (None for all of them)."""
+        for iteration in range(int(self.work.max())):
+            live = self.live(iteration)
+            if not bool(live.any()):
+                return
+            yield iteration, rows_where(live)
+
+    def solved(self) -> Solved:
+        """Return the result of a solver that stores no more than the common memory."""
+        memory = Memory(self.value, self.gradient, self.curvature)
+        return Solved(self.x, memory, Info(self.value, self.gradient, steps=self.steps))
 
     def full_gradient(self, rows: Tensor | None) -> Tensor:
         """Return grad h at the current points."""
@@ -96,6 +128,10 @@ class Iterate:
 
     def move(self, rows: Tensor | None, trial: Trial, p: Tensor) -> None:
         """Move to the evaluated point and store the largest curvature met."""
+        if rows is None:
+            self.steps += 1
+        else:
+            self.steps[rows] += 1
         larger = torch.maximum(take_rows(self.curvature, rows), trial.curvature)
         self.curvature = larger if rows is None else self.curvature.index_copy(0, rows, larger)
         if rows is None:

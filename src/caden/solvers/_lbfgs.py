@@ -286,7 +286,9 @@ def lbfgs(
         local, common = _LocalSteps(now, pairs, eps, line_search == "backtrack"), int(work.min())
         for iteration in range(steps):
             g = now.full_gradient(None)
-            live = row_norms(g) != 0 if iteration < common else (work > iteration) & (row_norms(g) != 0)
+            live = row_norms(g) != 0
+            if iteration >= common or objective.accuracy is not None:
+                live &= now.live(iteration)
             if not bool(live.any()):
                 break
             rows = rows_where(live)
@@ -295,7 +297,7 @@ def lbfgs(
         stalled = sorted(local.stalled)
         if stalled:  # the curvature raised there is meant for this solve only
             now.curvature[stalled] = state.curvature[stalled]
-        info = Info(now.value, now.gradient, local.rejected, local.fallbacks, tuple(stalled))
+        info = Info(now.value, now.gradient, local.rejected, local.fallbacks, tuple(stalled), now.steps)
         carried = pairs if carry else no_pairs(x, 0, stored_dtype)
         return Solved(now.x, LBFGSMemory(now.value, now.gradient, now.curvature, *carried), info)
 

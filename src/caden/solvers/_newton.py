@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import row_dots, rows_where, take_rows
-from caden.core import Info, LocalSolver, Objective, Problem, Solved
+from caden._tensor.rows import row_dots, take_rows
+from caden.core import LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, require_integer, require_number
 from caden.solvers._iterate import Iterate, Memory, start
 
@@ -54,13 +54,12 @@ def newton(eps: float = 0.0, iterations: int = 50, tolerance: float = 1e-10) -> 
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
         now = Iterate(objective, x, memory, work)
-        for iteration in range(int(work.max())):
-            rows = rows_where(work > iteration)
+        for _, rows in now.local_steps():
             at, g = take_rows(now.x, rows), now.full_gradient(rows)
             product = damped_hessian(now.problem, at, take_rows(now.rho, rows) + eps, rows)
             p = conjugate_gradients(product, -g, iterations, tolerance)
             now.move(rows, now.evaluate(rows, p), p)
-        return Solved(now.x, Memory(now.value, now.gradient, now.curvature), Info(now.value, now.gradient))
+        return now.solved()
 
     def init(problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
         return start(problem, x, curvature)
