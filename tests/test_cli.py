@@ -107,7 +107,7 @@ def test_files_settings_and_their_order(call, tmp_path):
 def test_the_default_is_the_papers_setting():
     config = experiment()
     method, problem, graph = config.build()
-    assert (problem.agents, len(graph.edges), config.local_steps) == (20, 37, 5)
+    assert (problem.agents, len(graph.edges), config.local_steps) == (20, 37, "auto")
     assert problem.dim == 64 * 128 + 128 * 10
     assert config.warmup == {"steps": 20, "step_size": 0.1}
     assert method.name == "caden"

@@ -41,7 +41,14 @@ runner = CliRunner()
 def simulated(config):
     method, problem, graph = config.build()
     return caden.simulate(
-        method, problem, graph, config.rounds, participation=config.participation, seed=config.seed, deterministic=True
+        method,
+        problem,
+        graph,
+        config.rounds,
+        participation=config.participation,
+        local_steps=config.workload,
+        seed=config.seed,
+        deterministic=True,
     )
 
 

@@ -31,7 +31,7 @@ from caden.engine.simulate import simulate
 from caden.engine.warmup import Warmup
 from caden.errors import CadenError, require_choice, require_integer
 from caden.graphs import GRAPHS, Graph
-from caden.methods import METHODS
+from caden.methods import CARDS, METHODS
 from caden.networks.messages import Messages
 from caden.networks.transport import Transport
 from caden.problems import PROBLEMS
@@ -48,7 +48,7 @@ HIDDEN = (
     "hosted",
 )  # set for the whole experiment, or too large for a file
 
-# The paper's setting (20 agents, 37 edges, two layers without biases, 5 local steps, warm-up) on embedded data.
+# The paper's setting (20 agents, 37 edges, two layers without biases, warm-up) on embedded data.
 DEFAULTS: dict[str, Any] = {
     "method": {"name": "caden"},
     "problem": {"name": "classification", "data": "digits", "agents": 20},
@@ -66,7 +66,7 @@ class Experiment(BaseModel):
     rounds: int = 100
     seed: int = 0
     participation: float | list[float] | dict[str, Any] = 1.0
-    local_steps: int | str | list[int] | dict[str, Any] = 5
+    local_steps: int | str | list[int] | dict[str, Any] | None = None  # see `workload`
     target: float | None = None
     stop_at_target: bool = False
     tolerance: float | None = None
@@ -99,9 +99,15 @@ class Experiment(BaseModel):
         Warmup.from_spec(self.warmup), Messages.from_spec(self.messages)
         for kind, registry in REGISTRIES.items():
             factory(kind, registry, getattr(self, kind), HIDDEN)
-        for name, schedule in (("participation", Participation), ("local_steps", Workload)):
-            value = getattr(self, name)
+        for value, schedule in ((self.participation, Participation), (self.local_steps or 0, Workload)):
             schedule(schedules.from_spec(value), Draw(self.seed, len(value) if isinstance(value, list) else 1))
+
+    @property
+    def workload(self) -> Any:
+        """The local steps for `simulate`: if none are given, "auto" for methods with a local solver, else 5."""
+        if self.local_steps is not None:
+            return schedules.from_spec(self.local_steps)
+        return "auto" if _has_solver(self.method["name"]) else 5
 
     def build(self, hosted: Callable[[Graph], list[int] | None] | None = None) -> tuple[Method, Problem, Graph]:
         """Make the method, the problem and the graph, and write the defaults used into the tables.
@@ -144,13 +150,16 @@ class Experiment(BaseModel):
             defaults = {k: v for k, v in defaults.items() if isinstance(v, bool | int | float | str)}
             chosen = {"execution": problem.execution} if kind == "problem" and "execution" in defaults else {}
             setattr(self, kind, {**defaults, **table, **chosen})
+        if self.local_steps is None:
+            self.local_steps = self.workload
 
     def with_method(self, name: str) -> Experiment:
         """Return the same experiment with another method and the parameters that `compare` has for it."""
         table = self.method if self.method["name"] == name else {"name": name}
         table = {**table, **self.compare.get(name, {})}
         factory("method", METHODS, table)
-        return self.model_copy(update={"method": table, "compare": {}})
+        steps = None if self.local_steps == "auto" else self.local_steps  # not every method can stop by itself
+        return self.model_copy(update={"method": table, "compare": {}, "local_steps": steps})
 
     def run(
         self,
@@ -168,9 +177,14 @@ class Experiment(BaseModel):
             self._resolve(problem)
         same = ("rounds", "seed", "record_every", "checkpoint_every", "target", "stop_at_target", "tolerance")
         given = {name: getattr(self, name) for name in (*same, "deterministic")}
-        given |= {n: schedules.from_spec(getattr(self, n)) for n in ("participation", "local_steps", "links")}
+        given |= {n: schedules.from_spec(getattr(self, n)) for n in ("participation", "links")}
+        given["local_steps"] = self.workload
         given |= {"warmup": self.warmup, "messages": self.messages, "config": self.to_toml(), "transport": transport}
         return simulate(method, problem, graph, **given, directory=directory, resume=resume, **options)
+
+
+def _has_solver(method: str) -> bool:
+    return method in CARDS and CARDS[method].has_solver
 
 
 def parse(text: str, source: str = "the experiment") -> dict[str, Any]:

@@ -89,7 +89,7 @@ def forecast(config: Experiment, built: Built | None = None) -> tuple[Forecast, 
     size, built = _size_or_build(config, built)
     draw = schedules.Draw(config.seed, size.agents)
     schedules.Participation(schedules.from_spec(config.participation), draw)  # refuses bad input early
-    steps = schedules.Workload(schedules.from_spec(config.local_steps), draw)(0)
+    steps = schedules.Workload(config.workload, draw)(0)
     graph = make("graph", GRAPHS, config.graph, agents=size.agents, seed=config.seed) if built is None else built[1]
     count = vectors(config, graph, size)
     state = int(count * size.vector)
@@ -170,7 +170,7 @@ def _memory_growth(
     _blocks.NUMBERS = block
     config, graph = Experiment.model_validate(table), from_edges(edges, agents)
     awake = config.participation if config.participation == 1.0 else 0.9
-    steps = min(config.local_steps, 5) if isinstance(config.local_steps, int) else 5
+    steps = min(config.workload, 5) if isinstance(config.workload, int) else 5
     before = 0
     for size in (8, dim, dim):  # the memory that threads hold together varies
         method, bowl = make("method", METHODS, config.method), Bowl(agents, size, dtype)

@@ -52,7 +52,7 @@ def prepare_peer(
     fleet, (method, problem, graph) = Fleet.of(config), built
     transport: Free | Lockstep
     transport = Free(agent, link, fleet.clip) if fleet.mode == "free" else Lockstep(agent, link)
-    conditions = Conditions(schedules.from_spec(config.participation), schedules.from_spec(config.local_steps))
+    conditions = Conditions(schedules.from_spec(config.participation), config.workload)
     run, start = prepare(method, problem, graph, conditions, config.seed, transport)
     return run, start, transport
 

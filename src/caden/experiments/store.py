@@ -112,7 +112,7 @@ class RunStore:
         config = experiment(run_dir.path / "config.toml", defaults={}) if begun else config.model_copy(deep=True)
         try:
             with warnings.catch_warnings():  # plans use the paper's rule on purpose
-                warnings.filterwarnings("ignore", message='`dual="paper"` with sleeping agents')
+                warnings.filterwarnings("ignore", message='`dual="paper"` does not reach')
                 config.run(run_dir.path, begun, self.build(config), progress=False, picture=False, callbacks=callbacks)
         except Diverged:
             if not run_dir.summary.exists():  # diverged before the first round: there is no record

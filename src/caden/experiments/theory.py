@@ -40,5 +40,5 @@ def theory_report(config: Experiment) -> dict[str, Any]:
         config.method.get("mu_y"),
         config.method.get("relax", 0.5),
         Participation(schedules.from_spec(config.participation), draw).probability(0),
-        max(1, int(Workload(schedules.from_spec(config.local_steps), draw)(0).min())),
+        max(1, int(Workload(config.workload, draw)(0).min())),
     )

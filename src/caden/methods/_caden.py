@@ -53,6 +53,8 @@ from caden.methods._auto import CHECKS, adopt, balance, balance_by_gossip, first
 from caden.methods._registry import EVERYTHING, PENALTY, RELAX, register
 from caden.theory import examine
 
+FEW_STEPS = 3  # with fewer steps of L-BFGS, over-relaxation is risky
+
 
 class State(NamedTuple):
     """x and phi as in the paper; `gap` is sum_j (x_i - z_ij), the pull of the anchors z_ij, part of phi in arcs."""
@@ -147,8 +149,10 @@ def caden(
         return adapted
 
     def examine_run(round: Round) -> Verdict:
-        near_exact = local.exact or int(round.work.min()) >= 2 * min(round.problem.dim, 10)
-        return _verdict(round, mu_z, mu_y, dual, relax, near_exact, unsafe)
+        many = round.accuracy is None and int(round.work.min()) >= 2 * min(round.problem.dim, 10)
+        near_exact = local.exact or many
+        verdict = _verdict(round, mu_z, mu_y, dual, relax, near_exact, unsafe)
+        return _warn_of_overshoot(relax, round) if verdict == Verdict() and local.name == "lbfgs" else verdict
 
     return Method(init, step, "caden", examine_run, adapt, _advice(mu_y, relax))
 
@@ -226,6 +230,17 @@ def _verdict(
     if dual == "paper" and (round.may_sleep or round.lossy):
         return Verdict(warning='`dual="paper"` does not reach a stationary point if agents sleep or messages are lost.')
     return verdict
+
+
+def _warn_of_overshoot(relax: float, round: Round) -> Verdict:
+    """Warn of solves that may lie beyond the minimiser by more than (1 - relax)/(1 + relax): docs/theory.md."""
+    steps = int(round.work.min())
+    if relax <= 0.5 or round.accuracy is not None or steps >= FEW_STEPS:
+        return Verdict()
+    return Verdict(
+        warning=f"`relax = {relax:g}` with {steps} local step{'' if steps == 1 else 's'} of L-BFGS may diverge, since "
+        'they may overshoot: use `local_steps = "auto"`, at least 3 steps, or `relax = 0.5`.'
+    )
 
 
 def _agent_update(state: State, x: Tensor, heard: Heard, round: Round, relax: float, mu_y: Tensor | float) -> State:

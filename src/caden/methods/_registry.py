@@ -1,5 +1,6 @@
 """The registry of methods, and the facts about each method that its file states next to the algorithm."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +31,7 @@ class Card(NamedTuple):
     survives: frozenset[str]  # CONDITIONS under which it still reaches the minimiser, if it does at all
     space: dict[str, Any]  # what `caden tune` searches
     theory: bool  # whether `caden.theory` covers its mu_z, mu_y and relax
+    has_solver: bool  # its agents solve subproblems with a local solver, which can stop by itself
 
 
 Factory = TypeVar("Factory", bound=Callable[..., Method])
@@ -45,7 +47,9 @@ def register(
     def decorate(factory: Factory) -> Factory:
         conditions = frozenset(require_choice("condition", word, CONDITIONS) for word in survives.split())
         METHODS[factory.__name__] = factory
-        CARDS[factory.__name__] = Card(unit_parameters, conditions, space or {}, theory)
+        takes = inspect.signature(factory).parameters.values()
+        has_solver = any(p.name == "solver" or p.kind is p.VAR_KEYWORD for p in takes)
+        CARDS[factory.__name__] = Card(unit_parameters, conditions, space or {}, theory, has_solver)
         return factory
 
     return decorate

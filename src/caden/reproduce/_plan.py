@@ -110,7 +110,7 @@ class Plan:
         table = experiment().model_dump(exclude_defaults=True)
         table["problem"] |= problem
         return Experiment.model_validate(
-            {**table, "rounds": rounds, "target": self.scale.target, "record_every": 5, **settings}
+            {**table, "rounds": rounds, "local_steps": 5, "target": self.scale.target, "record_every": 5, **settings}
         )
 
     # As in the paper.
