@@ -205,7 +205,7 @@ def test_gradient_steps_undershoot_so_caden_gd_is_proximal_admm(relax, steps):
 
 def test_over_relaxation_with_few_steps_is_warned_of(problem):
     ring = caden.graphs.ring(8)
-    with pytest.warns(UserWarning, match="`relax = 0.9` with 1 local step"):
+    with pytest.warns(UserWarning, match="`relax = 0.9` with single local steps"):
         caden.simulate(methods.caden(0.3, relax=0.9), problem, ring, 1, local_steps=1)
     for steps, relax in ((5, 0.9), ("auto", 0.9), (1, 0.5)):
         caden.simulate(methods.caden(0.3, relax=relax), problem, ring, 1, local_steps=steps)

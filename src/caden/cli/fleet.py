@@ -88,7 +88,7 @@ def init(
     tls: Annotated[bool, typer.Option("--tls", help="Create a certificate authority and certificates.")] = False,
     hosts: Annotated[str, typer.Option(help="Hosts of the agents, separated by commas.")] = "127.0.0.1",
 ) -> None:
-    """Write a fleet file. The default is relaxed ADMM with L-BFGS on the digits, all agents on this machine."""
+    """Write a fleet file: CADEN on the digits, all agents on this machine by default."""
     from rich.console import Console
 
     from caden.experiments.fleet_file import write_fleet

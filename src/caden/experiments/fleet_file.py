@@ -22,11 +22,10 @@ def write_fleet(file: Path, agents: int, graph: str, mode: str, hosts: list[str]
         raise CadenError(f"The folder {file.parent} does not exist.")
     names = _host_per_agent(hosts, require_integer("agents", agents, least=2))
     ports = free_ports(agents) if set(names) == {"127.0.0.1"} else [7447 + i for i in range(agents)]
-    method = {"name": "caden"} if mode == "lockstep" else {"name": "radmm", "rho": 0.1, "alpha": 0.7}
     table: dict[str, Any] = {
         "rounds": 200,
         "deterministic": True,
-        "method": method,
+        "method": {"name": "caden"},
         "problem": {"agents": agents},
         "graph": {"name": graph},
         "fleet": {

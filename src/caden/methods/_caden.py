@@ -53,8 +53,6 @@ from caden.methods._auto import CHECKS, adopt, balance, balance_by_gossip, first
 from caden.methods._registry import EVERYTHING, PENALTY, RELAX, register
 from caden.theory import examine
 
-FEW_STEPS = 3  # with fewer steps of L-BFGS, over-relaxation is risky
-
 
 class State(NamedTuple):
     """x and phi as in the paper; `gap` is sum_j (x_i - z_ij), the pull of the anchors z_ij, part of phi in arcs."""
@@ -234,12 +232,11 @@ def _verdict(
 
 def _warn_of_overshoot(relax: float, round: Round) -> Verdict:
     """Warn of solves that may lie beyond the minimiser by more than (1 - relax)/(1 + relax): docs/theory.md."""
-    steps = int(round.work.min())
-    if relax <= 0.5 or round.accuracy is not None or steps >= FEW_STEPS:
+    if relax <= 0.5 or round.accuracy is not None or int(round.work.min()) > 1:
         return Verdict()
     return Verdict(
-        warning=f"`relax = {relax:g}` with {steps} local step{'' if steps == 1 else 's'} of L-BFGS may diverge, since "
-        'they may overshoot: use `local_steps = "auto"`, at least 3 steps, or `relax = 0.5`.'
+        warning=f"`relax = {relax:g}` with single local steps of L-BFGS may diverge, since they may overshoot: use "
+        '`local_steps = "auto"`, more steps, or `relax = 0.5`.'
     )
 
 
