@@ -6,6 +6,7 @@ Prints the largest distance of an honest agent from the minimiser of the honest 
 distance of an honest agent's own minimiser from it: below 1, working together still pays.
 """
 
+import argparse
 import tempfile
 import threading
 from pathlib import Path
@@ -107,6 +108,7 @@ def measure(name: str, liar: type[ZenohLink]) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     table = Table("method", *LIES)
     with Progress(transient=True) as progress:
         task = progress.add_task("fleets", total=len(METHODS) * len(LIES))

@@ -316,7 +316,7 @@ def test_message_models_refuse_what_cannot_work(setting):
     for options, message in (
         ({"messages": {"top": 0.1, "bits": 4}}, "choose one"),
         ({"messages": {"top": 0.1, "loss": 0.1}}, "must all arrive"),
-        ({"messages": {"bits": 8}, "links": 0.5}, "must all arrive"),
+        ({"messages": {"bits": 8}, "links": 0.5}, "must stay equal"),
         ({"messages": {"bits": 1}}, "2..16"),
         ({"messages": {"top": 0}}, r"\(0, 1\]"),
         ({"messages": {"delay": -1}}, "delay"),
@@ -355,3 +355,92 @@ def test_resume_with_message_models(setting, tmp_path, method, options):
         caden.simulate(method, problem, graph, 12, callbacks=[crash], **kept, **options)
     rest = caden.simulate(method, problem, graph, 12, resume=True, **kept, **options)
     assert torch.equal(rest.x, whole_.x)
+
+
+# Triggers.
+
+
+def triggered(setting, method, **options):
+    problem, graph = setting
+    result = caden.simulate(method, problem, graph, 400, local_steps=3, record_every=10, tolerance=1e-24, **options)
+    return float((result.x - problem.solution).norm(dim=1).max()), result
+
+
+DECAYING = {"trigger": {"first": 1.0, "decay": 0.9}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("caden", {}),
+        ("caden", {"participation": 0.5}),
+        ("caden", {"messages": {"loss": 1e-12}}),
+        ("caden", {"messages": {"loss": 0.2}, "participation": 0.5}),
+        ("radmm", {}),
+        ("gt", {}),
+    ],
+    ids=str,
+)
+def test_a_decaying_trigger_is_exact_and_sends_less(setting, name, options):
+    method = {
+        "caden": methods.caden(0.8, relax=0.7, solver=exact()),
+        "radmm": methods.radmm(0.8, 0.7, solver=exact()),
+        "gt": methods.gt(0.2),
+    }[name]
+    away, plain = triggered(setting, method, **options)
+    less, result = triggered(setting, method, **{**options, "messages": {**options.get("messages", {}), **DECAYING}})
+    assert away < 1e-7 and less < 1e-7
+    rows = {row["round"]: row["communications"] for row in plain.rows}
+    assert result.rows[5]["communications"] < 0.9 * rows[50]
+
+
+def test_a_constant_trigger_leaves_an_error_of_its_order_and_counts_notices(setting):
+    problem, graph = setting
+    errors = {}
+    for threshold in (0.1, 0.001):
+        errors[threshold], result = triggered(
+            setting, methods.caden(0.8, solver=exact()), messages={"trigger": threshold}
+        )
+        last = result.rows[-1]
+        sent = last["communications"]
+        assert last["bytes"] == sent * problem.dim * 8 + (last["round"] * 2 * len(graph.edges) - sent)  # a byte each
+    assert 1e-5 < errors[0.001] < 0.02 < errors[0.1] < 2
+
+
+def test_triggered_arcs_equal_a_textbook_loop(setting):
+    """Arc by arc: send 2 mu x_i - z_ij if it moved since it was last sent, and leave the other end alone otherwise."""
+    problem, graph = setting
+    A, b, mu, relax = problem.hessian.numpy(), problem.linear.numpy(), 0.8, 0.7
+    arcs = [tuple(e) for e in graph.edges.tolist()]
+    arcs += [(j, i) for i, j in arcs]
+    degree = np.bincount([i for i, _ in arcs])
+    x, z, last, sent, seen = np.zeros((12, 4)), {a: np.zeros(4) for a in arcs}, {}, 0, []
+    caden.simulate(
+        methods.caden(mu, relax=relax, solver=exact()),
+        problem,
+        graph,
+        40,
+        messages={"loss": 1e-12, **DECAYING},
+        callbacks=[lambda row, state: seen.append((state.x.numpy().copy(), row["communications"]))],
+    )
+    for t, (expected, counted) in enumerate(seen):
+        pull = {i: sum(z[a] for a in arcs if a[0] == i) for i in range(12)}
+        x = np.array([np.linalg.solve(A[i] + mu * degree[i] * np.eye(4), b[i] + pull[i]) for i in range(12)])
+        messages = {(i, j): 2 * mu * x[i] - z[i, j] for i, j in arcs}
+        for (i, j), q in messages.items():
+            if (i, j) not in last or np.linalg.norm(q - last[i, j]) > 0.9**t:
+                last[i, j], sent = q, sent + 1
+                z[j, i] = (1 - relax) * z[j, i] + relax * q
+        np.testing.assert_allclose(expected, x, atol=1e-10, rtol=0)
+        assert counted == sent
+
+
+def test_wrong_triggers_are_refused(setting):
+    for trigger, word in (
+        (0, "trigger"),
+        ({"first": 1.0, "decay": 2.0}, "decay"),
+        ({"last": 1.0}, "last"),
+        ("x", "trig"),
+    ):
+        with pytest.raises(caden.CadenError, match=word):
+            caden.simulate(methods.caden(), *setting, 1, messages={"trigger": trigger})

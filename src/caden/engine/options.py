@@ -21,7 +21,8 @@ class Conditions:
     participation: probability of being awake: a number, one per agent, or a schedule (round, draw) -> either.
     local_steps: local iterations per round, likewise.
     messages: what happens to messages, as `Messages` or its fields: {"loss": 0.2}, {"delay": 3}, {"top": 0.1},
-        {"bits": 8}; by default they arrive immediately and complete.
+        {"bits": 8}, {"trigger": 0.01}, {"trigger": {"first": 1.0, "decay": 0.9}}; by default they are all sent, and
+        arrive immediately and complete.
     links: which edges are up: like `participation`, or a schedule (round, draw) -> graph with some of the edges.
     """
 

@@ -140,7 +140,7 @@ def _outside(method: str, sleep: bool, messages: Messages, links: bool) -> tuple
     if method not in CARDS:
         return ()
     present = {"sleep": sleep, "links": links, "loss": messages.loss > 0, "delay": messages.delay > 0}
-    present["compression"] = messages.compressed
+    present["compression"] = messages.shared_copies
     return tuple(name for name, here in present.items() if here and name not in CARDS[method].survives)
 
 

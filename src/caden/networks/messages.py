@@ -13,6 +13,11 @@ Compression with error feedback. Sender and receivers hold a public copy of the 
 difference between the row and its copy, and all copies are updated by it. Whatever was left out is part of the next
 difference, so an entry that settles is eventually known exactly. The first message of each kind is sent whole; the copy
 of an agent that slept through that round starts at 0.
+
+Triggers. A message is sent only if it differs from the last one sent by more than a threshold, which may decay.
+Otherwise a notice of one byte says that the sender is awake. After a broadcast all continue with the row last sent, so
+sums are preserved. An arc without a message stays as it is. Methods that survive compression are exact if the threshold
+decays to zero; a constant one leaves an error of its order.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caden.errors import CadenError, require_choice, require_integer, require_number
+from caden.errors import CadenError, require_choice, require_integer, require_number, require_positive
 from caden.networks.layout import Layout
 from caden.schedules import Draw
 
@@ -37,6 +42,7 @@ class Messages(NamedTuple):
     delay: int = 0  # a message arrives after 0 .. delay rounds, each equally likely; newer ones may overtake it
     top: float | None = None  # send only this fraction of the entries, the largest ones
     bits: int | None = None  # send every entry in this many bits
+    trigger: float | Mapping[str, float] | None = None  # send what moved by more than this, or {first, decay}
 
     @classmethod
     def from_spec(cls, spec: Messages | Mapping[str, Any] | None) -> Messages:
@@ -53,6 +59,7 @@ class Messages(NamedTuple):
             raise CadenError(f"`messages.top` must lie in (0, 1], got {spec.top}.")
         if spec.bits is not None and not 2 <= require_integer("messages.bits", spec.bits) <= 16:
             raise CadenError(f"`messages.bits` must lie in 2..16, got {spec.bits}.")
+        spec.threshold(0)
         if spec.top is not None and spec.bits is not None:
             raise CadenError("`messages.top` and `messages.bits` are two kinds of compression: choose one.")
         if spec.compressed and spec.unreliable:
@@ -66,6 +73,25 @@ class Messages(NamedTuple):
     @property
     def compressed(self) -> bool:
         return self.top is not None or self.bits is not None
+
+    @property
+    def shared_copies(self) -> bool:
+        """Whether sender and receivers hold a copy of what was sent."""
+        return self.compressed or self.trigger is not None
+
+    def threshold(self, round: int) -> float:
+        """Return the distance that triggers a message in a round."""
+        if self.trigger is None:
+            return 0.0
+        if not isinstance(self.trigger, Mapping):
+            return require_positive("messages.trigger", self.trigger)
+        for key in self.trigger:
+            require_choice("key", f"messages.trigger.{key}", ["messages.trigger.first", "messages.trigger.decay"])
+        first = require_positive("messages.trigger.first", self.trigger.get("first", 1.0))
+        decay = require_positive("messages.trigger.decay", self.trigger.get("decay", 1.0))
+        if decay > 1:
+            raise CadenError(f"`messages.trigger.decay` must be at most 1, got {decay}.")
+        return float(first * decay**round)
 
     def arrives(self, draw: Draw, round: int, exchange: int, arcs: int) -> Tensor:
         """Return (arcs, 1) bool: which messages arrive. Bursts start in different rounds on different arcs."""
@@ -114,19 +140,24 @@ class Delivery:
         self._arcs, self._total = layout.arcs.cpu(), 2 * layout.ends.shape[1]
         self.known: dict[str, Tensor] = {}  # rows received, in transit, or public: part of the checkpoint
 
-    def encode(self, channel: str, rows: Tensor, speaking: Tensor) -> tuple[Tensor, int]:
-        """Return what all know of the rows (n, d) after those `speaking` were sent, and the bytes per message."""
+    def encode(self, channel: str, round: int, rows: Tensor, speaking: Tensor) -> tuple[Tensor, int, Tensor]:
+        """Return what all know of the rows (n, d) after a message, its bytes, and (n, 1) who sent one."""
         width, model = rows.shape[1], self.model
-        if not model.compressed:
-            return rows, width * rows.element_size()
+        size = width * rows.element_size()
+        if not model.shared_copies:
+            return rows, size, speaking
         before = self.known.get(f"{channel}.public")
         if before is None:
-            public, size = torch.where(speaking, rows, 0), width * rows.element_size()
+            public = torch.where(speaking, rows, 0)
         else:
-            public = torch.where(speaking, before + model.compress(rows - before), before)
-            size = model.size(width, rows.element_size())
+            if model.trigger is not None:
+                moved = torch.linalg.vector_norm(rows - before, dim=1, keepdim=True)
+                speaking = speaking & (moved > model.threshold(round))
+            if model.compressed:
+                rows, size = before + model.compress(rows - before), model.size(width, rows.element_size())
+            public = torch.where(speaking, rows, before)
         self.known[f"{channel}.public"] = public
-        return public, size
+        return public, size, speaking
 
     def deliver(
         self, channel: str, exchange: int, index: int, messages: Tensor, spoke: Tensor, before: Tensor

@@ -19,6 +19,8 @@ from caden.networks.messages import Delivery, Messages
 from caden.networks.transport import Memory, Transport
 from caden.schedules import Draw, Links
 
+NOTICE = 1  # bytes that say that an agent is awake but has nothing to send
+
 
 class Network:
     """A network that creates rounds, stores what agents know of each other, and counts what all of them send."""
@@ -41,8 +43,8 @@ class Network:
             raise CadenError(f"A network needs at least 2 agents, got {graph.agents}.")
         self.graph, self.draw, self.links = graph, draw, links
         self.post = Delivery(messages or Messages(), draw, self.layout)
-        if links is not None and self.post.model.compressed:
-            raise CadenError("Compressed differences must all arrive: remove `links`.")
+        if links is not None and self.post.model.shared_copies:
+            raise CadenError("Copies of what was sent must stay equal: remove `links`, or compression and triggers.")
         self.transport.connect(self.layout, problem.dim)
         self.may_sleep = may_sleep or links is not None
         self.lossy = self.post.model.unreliable or self.transport.sees_only_itself
@@ -139,10 +141,18 @@ class _Operators:
         self._exchanges += 1
         return self._exchanges - 1
 
-    def _encode(self, channel: str, rows: Tensor, speaking: Tensor) -> Tensor:
-        public, size = self._delivery.encode(channel, rows, speaking)
-        self._count(self._sending, rows.shape[1], size)
-        return public
+    def _encode(self, channel: str, rows: Tensor, speaking: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what all know of the rows or arcs after those `speaking` sent theirs, and (n, 1) who did."""
+        public, size, sent = self._delivery.encode(channel, self._index, rows, speaking)
+        messages, edges = self._sending, self._edges
+        if self._delivery.model.trigger is not None:
+            by_arc = sent if len(sent) == 2 * len(edges.first) else sent[edges.owner()]
+            own = (torch.cat([edges.first, edges.second]) < edges.agents).unsqueeze(1)
+            here = torch.cat([edges.awake_first, edges.awake_second]) & by_arc & own
+            messages = int(self._transport.reduce([float(here.sum())], "sum")[0])
+            self._count(self._sending - messages, 0, NOTICE)
+        self._count(messages, rows.shape[1], size)
+        return public, sent
 
     def _remember(self, channel: str, fresh: Tensor) -> Tensor | None:
         """Store and return the row that each agent last sent; None if some have never sent anything."""
@@ -156,12 +166,12 @@ class _Operators:
     def broadcast(self, rows: Tensor) -> Heard:
         exchange, network, model = self._next_exchange(), self._network, self._delivery.model
         channel = f"broadcast{exchange}"
-        public = self._encode(channel, rows, self.awake)
+        public, _ = self._encode(channel, rows, self.awake)
         fresh = self._transport.share_rows(public, self._active)
         if model.unreliable or network.links is not None:
             return self._hear_by_arc(channel, exchange, rows, fresh)
         elsewhere = network.layout.agents < len(fresh)
-        if not network.may_sleep or (model.compressed and not elsewhere):
+        if not network.may_sleep or (model.shared_copies and not elsewhere):
             return HeardRows(rows, fresh, fresh, self._edges)
         return HeardRows(rows, fresh, self._remember(channel, fresh), self._edges)
 
@@ -180,20 +190,23 @@ class _Operators:
     def exchange(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         exchange, edges, dim = self._next_exchange(), self._edges, self._network.dim
         speaking, header = torch.cat([edges.awake_first, edges.awake_second]), messages[:, dim:]
-        messages = self._encode(f"exchange{exchange}", messages[:, :dim], speaking)
+        messages, sent = self._encode(f"exchange{exchange}", messages[:, :dim], speaking)
         if header.shape[1]:
             self._count(self._sending, 0, header.shape[1] * header.element_size())
-            messages = torch.cat([messages, header], dim=1)
+        triggered = self._delivery.model.trigger is not None
+        messages = torch.cat([messages, header, *([sent.to(messages.dtype)] if triggered else [])], dim=1)
         received, came = self._transport.exchange_arcs(messages, self._active)
         if came is None:
             came = torch.cat([edges.awake_second, edges.awake_first])  # (2e, 1) whether each arc's peer sends
+        if triggered:
+            came, received = came & (received[:, -1:] > 0), received[:, :-1]
         if not self._delivery.model.unreliable:
             return received, came
         return self._delivery.deliver(f"exchange{exchange}", exchange, self._index, received, came, received)
 
     def average(self, rows: Tensor) -> Tensor:
         model = self._delivery.model
-        if model.unreliable or model.compressed or self._network.links is not None:
+        if model.unreliable or model.shared_copies or self._network.links is not None:
             raise CadenError("This method averages through a server, not on the graph: remove `messages` and `links`.")
         chosen = self._transport.gather(rows)[self._active.to(rows.device)]
         self._count(2 * len(chosen), rows.shape[1], rows.shape[1] * rows.element_size())  # to the server and back
