@@ -97,19 +97,22 @@ def test_methods_that_unequal_steps_would_bias_refuse_it(problem, name):
         caden.simulate(methods.METHODS[name](), problem, caden.graphs.ring(8), 1, local_steps="auto")
 
 
-@pytest.mark.parametrize("relax", [0.5, 0.9])
-@pytest.mark.parametrize("options", [{}, {"participation": 0.5}, {"messages": {"loss": 0.2, "delay": 2}}], ids=str)
+@pytest.mark.parametrize(
+    ("relax", "options"),
+    [(0.9, {}), (0.5, {"participation": 0.5}), (0.9, {"messages": {"loss": 0.2, "delay": 2}})],
+    ids=str,
+)
 def test_caden_is_exact_with_it_and_spends_less(problem, relax, options):
     graph = caden.graphs.erdos_renyi(8, edges=12, seed=2)
-    best = caden.simulate(methods.caden(0.3), problem, caden.graphs.complete(8), 4000, tolerance=1e-24, local_steps=20)
+    best = caden.simulate(methods.caden(0.3), problem, caden.graphs.complete(8), 999, tolerance=1e-18, local_steps=9)
     ends = {}
     for steps in (8, "auto"):
         method = methods.caden(0.3, relax=relax)
         ends[steps] = caden.simulate(
-            method, problem, graph, 3000, local_steps=steps, tolerance=1e-16, record_every=10, **options
+            method, problem, graph, 3000, local_steps=steps, tolerance=1e-13, record_every=10, **options
         )
         assert ends[steps].stopped == "tolerance", (steps, ends[steps].rows[-1])
-        assert float((ends[steps].x - best.mean).norm(dim=1).max()) < 1e-6
+        assert float((ends[steps].x - best.mean).norm(dim=1).max()) < 1e-5
     spent = {steps: result.rows[-1]["gradients"] for steps, result in ends.items()}
     assert spent["auto"] < 0.6 * spent[8]
 

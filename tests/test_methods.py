@@ -570,7 +570,7 @@ def test_the_check_covers_every_method_and_tells_exact_from_biased():
     assert verdict(distance("gt", 700)).startswith("exact")
     assert verdict(distance("dgd", 300)).startswith("biased")
     assert distance("admm_edges", 10, participation=0.5) == "refused"
-    assert distance("caden", 10, participation=0.5, messages={"loss": 0.2}) == "refused"
+    assert distance("fedavg", 10, messages={"loss": 0.2}) == "refused"
     assert verdict(distance("radmm", 700, messages={"loss": 0.2})).startswith("exact")
 
 

@@ -110,7 +110,7 @@ def test_only_arc_methods_run_free(tmp_path):
 STRONG = {**QUADRATIC, "condition": 4.0}
 FREE = {
     "local_steps": 2,
-    "tolerance": 1e-10,
+    "tolerance": 1e-8,
     "rounds": 20000,
     "problem": STRONG,
     "method": {"name": "radmm", "rho": 0.4, "alpha": 0.7},
@@ -121,8 +121,7 @@ FREE = {
     "method",
     [
         FREE["method"],
-        {"name": "caden"},
-        *(pytest.param({"name": name}, marks=pytest.mark.slow) for name in ("caden_gd", "lt_admm")),
+        *(pytest.param({"name": name}, marks=pytest.mark.slow) for name in ("caden", "caden_gd", "lt_admm")),
     ],
     ids=lambda method: method["name"],
 )
@@ -692,7 +691,12 @@ def test_a_neighbour_of_another_authority_is_named_with_the_cause(tmp_path):
     certify(tmp_path / "ours", ["127.0.0.1"] * 2), certify(tmp_path / "theirs", ["127.0.0.1"] * 2)
     problem = {**QUADRATIC, "agents": 2}
     config = fleet_file(
-        tmp_path, "free", problem, {"name": "path"}, True, {"certificates": str(tmp_path / "ours"), "seconds": 1.0}
+        tmp_path,
+        "free",
+        problem,
+        {"name": "path"},
+        True,
+        {"certificates": str(tmp_path / "ours"), "seconds": 5.0, "forget": 1.0},
     )
     stranger = Listener(tmp_path / "theirs", 1)
     config.fleet["endpoints"][1] = f"tls/127.0.0.1:{stranger.port}"
@@ -756,8 +760,9 @@ class LyingLink(ZenohLink):
 @pytest.mark.parametrize(("method", "bounded"), [("clipped_gossip", True), ("radmm", False)])
 def test_one_liar_of_six_moves_clipped_gossip_no_further_than_honest_agents_differ(tmp_path, method, bounded):
     parameters = {"clipped_gossip": {"alpha": 0.05, "faulty": 1}, "radmm": {"rho": 0.4}}[method]
+    rounds = 120 if bounded else 30
     config = fleet_file(
-        tmp_path, "free", STRONG, {"name": "complete"}, rounds=300, method={"name": method, **parameters}
+        tmp_path, "free", STRONG, {"name": "complete"}, rounds=rounds, method={"name": method, **parameters}
     )
     found = {}
 
