@@ -2,9 +2,9 @@
 
 Agent i's part of the primal residual is sum_j |x_i - x_j|^2 / 4: how far away its neighbours are. Its part of the dual
 residual is mu_z |change of sum_j z_ij|: how much the last move of the anchors changed the subproblem. The first is in
-units of x, the second in units of gradients. The curvature that the agents met, |change of grad f_i| / |change of x_i|
-over a round, converts between them. phi is not scaled by mu_z, so nothing else changes when mu_z does. Agents agree on
-the numbers by max-consensus. Measurements: docs/parameters.md.
+units of x, the second in units of gradients. The curvature that the agents met over a round converts between them. phi
+is not scaled by mu_z, so nothing else changes when mu_z does. Agents agree on the numbers by max-consensus.
+Measurements: docs/parameters.md.
 
 Where messages may be lost or late there is no max-consensus, and agents may count their own rounds. There, each message
 carries `news`: how many checks of mu_z its sender knows of, the mu_z since then, and the largest residuals that it has
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caden._tensor.rows import row_dots
 from caden.core import Edges, Heard, Round
 from caden.graphs import Graph
 
@@ -48,10 +49,16 @@ def balance(old: Any, new: Any, heard: Heard, round: Round, mu_z: Tensor) -> Any
 
 
 def _squared_curvature(x: Tensor, moved: Tensor, gradient_change: Tensor) -> Tensor:
-    """Return (k,) the squared curvature met on the way, 0 for moves below the rounding error."""
-    way = torch.linalg.vector_norm(moved, dim=1) ** 2
-    rounding = (1e3 * torch.finfo(moved.dtype).eps * torch.linalg.vector_norm(x, dim=1)) ** 2
-    return torch.where(way > rounding, torch.linalg.vector_norm(gradient_change, dim=1) ** 2 / way, 0)
+    """Return (k,) the squared curvature met on the way, 0 for moves below the rounding error.
+
+    It is |g|/|s| times s.g/|s|^2, with s the move and g the change of the gradient: the two agree along one
+    eigenvector. Alone, the first is that of the stiffest direction (on networks mu_z then grows far too large), the
+    second that of the longest.
+    """
+    way, rounding = torch.linalg.vector_norm(moved, dim=1), 1e3 * torch.finfo(moved.dtype).eps
+    steepness = torch.linalg.vector_norm(gradient_change, dim=1) / way
+    along = row_dots(moved, gradient_change).clamp(min=0) / way**2
+    return torch.where(way > rounding * torch.linalg.vector_norm(x, dim=1), steepness * along, 0)
 
 
 def _factor(primal: Tensor, dual: Tensor, curvature: Tensor, graph: Graph) -> Tensor:
