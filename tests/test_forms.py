@@ -105,6 +105,10 @@ def test_news_of_the_latest_check_win_then_the_larger_mu_z():
     assert usable.squeeze(1).tolist() == [False, False, True, True]
     news, usable = adopt(own, received, torch.zeros(4, 1, dtype=torch.bool), edges)
     assert torch.equal(news, own) and not usable.any()
+    for lie in ([1e30, 9, 0, 0, 0], [2.5, 9, 0, 0, 0], [3, -5, 0, 0, 0], [3, 0, 0, 0, 0], [3, 9, -1, 0, 0]):
+        false = torch.tensor([lie] * 4)
+        news, usable = adopt(own, false, torch.ones(4, 1, dtype=torch.bool), edges)
+        assert torch.equal(news, own) and not usable.any()
 
 
 def test_what_the_arc_form_cannot_do_is_refused(setting):

@@ -608,3 +608,14 @@ def test_clipped_gossip_needs_more_honest_neighbours_than_liars():
     problem = caden.problems.quadratic(agents=6)
     with pytest.raises(caden.CadenError, match=r"needs at least 3 neighbours per agent, but agent \d has 2"):
         caden.simulate(methods.clipped_gossip(0.1, 1), problem, caden.graphs.ring(6), 1)
+
+
+def test_clipped_gossip_believes_nobody_if_all_neighbours_present_may_lie():
+    from caden.core import Edges
+    from caden.methods._clipped_gossip import _radius
+
+    awake = torch.ones(2, 1, dtype=torch.bool)
+    edges = Edges(torch.tensor([0, 1]), torch.tensor([1, 2]), awake, awake, 3, torch.tensor([[1], [2], [1]]))
+    lengths = torch.tensor([[1000.0], [5.0], [3.0], [7.0]])  # of arcs 0-1, 1-2, 1-0, 2-1
+    assert _radius(edges, lengths, 1).flatten().tolist() == [0.0, 3.0, 0.0]
+    assert _radius(edges, lengths, 0).flatten().tolist() == [1000.0, 5.0, 7.0]

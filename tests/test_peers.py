@@ -700,14 +700,13 @@ def test_a_neighbour_of_another_authority_is_named_with_the_cause(tmp_path):
     )
     stranger = Listener(tmp_path / "theirs", 1)
     config.fleet["endpoints"][1] = f"tls/127.0.0.1:{stranger.port}"
-    began, shown = time.monotonic(), []
+    began = time.monotonic()
     try:
         with pytest.raises(RunError, match=r"never heard from agent 1 \(its certificate is refused here: "):
-            run_peer(config, 0, tmp_path / "agent-0", show=shown.append)
+            run_peer(config, 0, tmp_path / "agent-0")
     finally:
         stranger.socket.close()
     assert time.monotonic() - began < 15
-    assert "certificate is refused here" in shown[-1]["causes"]["1"]
 
 
 @pytest.mark.filterwarnings("ignore:.*heard nothing from agent")

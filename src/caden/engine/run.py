@@ -174,5 +174,5 @@ class Run:
     def scalars(self) -> dict[str, float]:
         """Return the single numbers of the method's state, such as mu_z; the largest, if every agent has its own."""
         fields = flatten(self.state, "").items()
-        single = [(name, value) for name, value in fields if value.ndim == 0 or value.shape[1:] == (1,)]
+        single = [(name, value) for name, value in fields if value.ndim == 0 or name == ".mu_z"]
         return {name.removeprefix("."): float(value.max()) for name, value in single}

@@ -177,7 +177,9 @@ class _Peer:
             if run.index % self.config.record_every == 0:
                 recorder.record()
             self._show_status("runs", every=0.25)
-        if self.missing.look():
+        if isinstance(self.transport, Free):
+            link.await_word(link.neighbours, ASK_WHY)  # it may have been resumed just now
+        if (isinstance(self.transport, Free) or run.index == 0) and self.missing.look():
             self.reason = ""
             self._save()  # not an end: the same command continues
             raise RunError(
@@ -231,8 +233,10 @@ class _Peer:
         )
 
     def _variables(self) -> list[Tensor]:
-        """Return the model and the edge and arc variables of the state."""
-        return [part for part in self.run.state if isinstance(part, Tensor) and part.ndim == 2]
+        """Return the model and the edge and arc variables of the state, but not what `mu_z = "auto"` counts."""
+        fields = self.run.state._asdict().items()
+        counted = ("mu_z", "tally", "news")
+        return [part for name, part in fields if isinstance(part, Tensor) and part.ndim == 2 and name not in counted]
 
     def _reason_to_end(self) -> str:
         """Return why to end here, or "". In lockstep all agents decide the same in the same round."""
@@ -280,6 +284,8 @@ class _Peer:
         self.transport.quiet = False
         buffers = {name.removeprefix("link."): t for name, t in tensors.items() if name.startswith("link.")}
         self.link.restore(buffers, self.transport.members if isinstance(self.transport, Free) else set())
+        if isinstance(self.transport, Free):  # do they know of steps that were lost here?
+            self.link.await_word(self.transport.members, ASK_WHY / 2)
         self.link.wire_bytes = self.transport.wire_bytes
         self.clock, self.change = numbers["seconds"], numbers["change"]
         self.calm, self.time_is_up, self.reason = int(numbers["calm"]), bool(numbers["late"]), ENDS[int(numbers["why"])]

@@ -32,6 +32,7 @@ def theory_report(config: Experiment) -> dict[str, Any]:
     if mu_z == "auto":
         mu_z = float(first_penalty(curvature.max(), graph))
     draw = Draw(config.seed, graph.agents)
+    work = Workload(config.workload, draw)
     return theory.report(
         problem,
         graph,
@@ -40,5 +41,5 @@ def theory_report(config: Experiment) -> dict[str, Any]:
         config.method.get("mu_y"),
         config.method.get("relax", 0.5),
         Participation(schedules.from_spec(config.participation), draw).probability(0),
-        max(1, int(Workload(config.workload, draw)(0).min())),
+        max(1, int(work(0).min())) if work.accuracy is None else 1,
     )

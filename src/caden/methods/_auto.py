@@ -76,8 +76,13 @@ def first_news(mu_z: Tensor) -> Tensor:
 
 
 def adopt(own: Tensor, received: Tensor, arrived: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
-    """Merge own news (k, 5) with those received (2e, 5); return the new ones, and which messages can be used."""
-    owner = edges.owner()
+    """Merge own news (k, 5) with those received (2e, 5); return the new ones, and which messages can be used.
+
+    A message whose news no honest agent could send is dropped.
+    """
+    owner, number = edges.owner(), received[:, :1]
+    possible = (number == number.floor()) & (number <= len(CHECKS)) & (received[:, 1:2] > 0)
+    arrived = arrived & possible & ((received >= 0) & received.isfinite()).all(1, keepdim=True)
 
     def latest(value: Tensor, counts: Tensor, own_value: Tensor, own_counts: Tensor) -> Tensor:
         others = edges.arc_max(torch.where(counts, value, -torch.inf))

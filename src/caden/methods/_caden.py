@@ -124,9 +124,11 @@ def caden(
 
     def step(state: State, round: Round) -> tuple[State, Info]:
         mu, step_y = _penalties(state.mu_z, mu_y, growth, round.index)
-        slope = state.phi if state.gap is None else state.phi + mu * state.gap
         solved = local.solve(
-            round.objective(slope, mu * round.degree, (1 - relax) / 2), state.x, round.work, state.memory
+            round.objective(_pull(state, mu, round), mu * round.degree, (1 - relax) / 2),
+            state.x,
+            round.work,
+            state.memory,
         )
         state = state._replace(memory=solved.memory)
         if state.z is not None:
@@ -139,10 +141,12 @@ def caden(
         return new, solved.info if state.tally is None else solved.info._replace(heard=heard)
 
     def adapt(old: State, new: State, round: Round, info: Info) -> State:
+        if old.tally is None or round.index >= max(CHECKS):
+            return new
         adapted: State = new
         if old.news is not None:
             adapted = balance_by_gossip(old, new, round, relax)
-        elif old.tally is not None and info.heard is not None and round.index < max(CHECKS):
+        elif info.heard is not None:
             adapted = balance(old, new, info.heard, round, _penalties(old.mu_z, mu_y, growth, round.index)[0])
         return adapted
 
@@ -240,6 +244,14 @@ def _warn_of_overshoot(relax: float, round: Round) -> Verdict:
     )
 
 
+def _pull(state: State, mu_z: Tensor, round: Round) -> Tensor:
+    """Return the pull of the duals and anchors on each agent's x, from the neighbours that count in this round."""
+    if state.z is not None:
+        return _arc_pull(state.x, state.z, mu_z, round)
+    assert state.gap is not None
+    return state.phi + mu_z * state.gap
+
+
 def _agent_update(state: State, x: Tensor, heard: Heard, round: Round, relax: float, mu_y: Tensor | float) -> State:
     """Update the dual and the anchors in agent variables: Algorithm 1, also over-relaxed."""
     assert state.gap is not None
@@ -273,7 +285,7 @@ def _arc_update(state: State, z: Tensor, x: Tensor, round: Round, relax: float) 
     else:
         received, arrived = round.exchange(torch.cat([messages, news[round.edges.owner()]], dim=1))
         news, usable = adopt(news, received[:, d:], arrived, round.edges)
-        mu_z = news[:, 1:2]
+        mu_z = news[:, 1:2].clone()
         z = z + _of_arcs(mu_z - state.mu_z, round) * own  # the same point in terms of the new mu_z
     z = torch.where(usable, (1 - relax) * z + relax * received[:, :d], z)
     return state._replace(x=x, phi=_arc_pull(x, z, mu_z, round), z=z, mu_z=mu_z, news=news)

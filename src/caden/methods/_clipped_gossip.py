@@ -80,4 +80,5 @@ def _radius(edges: Edges, length: Tensor, faulty: int) -> Tensor:
     order = length.squeeze(1).argsort(descending=True)
     order = order[owner[order].argsort(stable=True)]  # by owner, the longest first
     count = torch.bincount(owner, minlength=edges.agents)[: edges.agents]
-    return length[order[count.cumsum(0) - count + (count - 1).clamp(max=faulty)]]
+    radius = length[order[count.cumsum(0) - count + (count - 1).clamp(max=faulty)]]
+    return torch.where((count > faulty).unsqueeze(1), radius, 0)  # all neighbours present may be lying

@@ -62,8 +62,11 @@ class Messages(NamedTuple):
         spec.threshold(0)
         if spec.top is not None and spec.bits is not None:
             raise CadenError("`messages.top` and `messages.bits` are two kinds of compression: choose one.")
-        if spec.compressed and spec.unreliable:
-            raise CadenError("Compressed differences must all arrive: remove `messages.loss` and `messages.delay`.")
+        if spec.shared_copies and spec.unreliable:
+            raise CadenError(
+                "Compressed or triggered messages must all arrive, since what was sent is not sent again: remove "
+                "`messages.loss` and `messages.delay`."
+            )
         return spec
 
     @property

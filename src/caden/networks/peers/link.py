@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from caden.networks.peers.wire import (
     DTYPES,
     FINISHED,
     LIFE,
+    LIVES,
     Entry,
     Refused,
     checksum,
@@ -300,7 +301,15 @@ class ZenohLink:
 
     def life(self, step: int, own: int) -> int:
         with self._changed:
-            return self._claimed // LIFE + 1 if self._claimed > own * LIFE + step else own
+            return min(self._claimed // LIFE + 1, LIVES - 1) if self._claimed > own * LIFE + step else own
+
+    def await_word(self, neighbours: Iterable[int], seconds: float) -> None:
+        """Wait until a notice has come from each of the neighbours, at most for so long."""
+        wanted = set(neighbours)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._stop.is_set() or all(self._notice_times[j] >= 0 for j in wanted), seconds
+            )
 
     def wait(self, neighbour: int, version: int, like: Tensor) -> Tensor:
         def announced() -> bool:

@@ -217,8 +217,8 @@ class Free(Transport):
 
     def _refusal(self) -> CadenError:
         return CadenError(
-            "Free-running peers need a method whose rounds are a single exchange over arcs (caden, radmm, lt_admm); "
-            'others run with `fleet.mode = "lockstep"`.'
+            "Free-running peers need a method whose rounds are a single exchange over arcs (caden, caden_gd, radmm, "
+            'lt_admm, clipped_gossip); others run with `fleet.mode = "lockstep"`.'
         )
 
     def buffers(self) -> dict[str, Tensor]:
