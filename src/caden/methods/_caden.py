@@ -112,15 +112,7 @@ def caden(
         tally = x.new_zeros(len(x), 3) if isinstance(mu_z, str) else None
         heard, memory = round.broadcast(x), local.init(round.problem, x, curvature)
         state = State(x, torch.zeros_like(x), heard.laplacian() / 2, memory, mu, tally=tally)
-        if dual == "paper" or not (round.may_sleep or in_arcs):
-            return state
-        first, second = heard.ends()
-        s = (first + second) / 2
-        if not in_arcs:
-            return state._replace(s=s, y=torch.zeros_like(s))
-        z = _of_arcs(mu, round) * torch.cat([s, s])
-        news = first_news(mu) if isinstance(mu_z, str) else None
-        return state._replace(phi=_arc_pull(x, z, mu, round), gap=None, z=z, news=news)
+        return state if dual == "paper" else _in_form(state, heard, round)
 
     def step(state: State, round: Round) -> tuple[State, Info]:
         mu, step_y = _penalties(state.mu_z, mu_y, growth, round.index)
@@ -194,6 +186,19 @@ def _require_valid(mu_z: float | str, mu_y: float | None, dual: str, relax: floa
         raise CadenError(f"`relax` must lie in (0, 1), got {relax}.")
     if dual == "paper" and relax != 0.5:
         raise CadenError(f'`relax` must be 0.5 with `dual="paper"`, got {relax}; use `dual="exact"` for other values.')
+
+
+def _in_form(state: State, heard: Heard, round: Round) -> State:
+    """Return the first state with the variables of the form that the network asks for."""
+    if not (round.may_sleep or round.lossy):
+        return state
+    first, second = heard.ends()
+    s = (first + second) / 2
+    if not round.lossy:
+        return state._replace(s=s, y=torch.zeros_like(s))
+    z = _of_arcs(state.mu_z, round) * torch.cat([s, s])
+    news = None if state.tally is None else first_news(state.mu_z)
+    return state._replace(phi=_arc_pull(state.x, z, state.mu_z, round), gap=None, z=z, news=news)
 
 
 def _penalties(mu_z: Tensor, mu_y: float | None, growth: float, index: int) -> tuple[Tensor, Tensor | float]:
