@@ -51,14 +51,14 @@ def balance(old: Any, new: Any, heard: Heard, round: Round, mu_z: Tensor) -> Any
 def _squared_curvature(x: Tensor, moved: Tensor, gradient_change: Tensor) -> Tensor:
     """Return (k,) the squared curvature met on the way, 0 for moves below the rounding error.
 
-    It is |g|/|s| times s.g/|s|^2, with s the move and g the change of the gradient: the two agree along one
-    eigenvector. Alone, the first is that of the stiffest direction (on networks mu_z then grows far too large), the
-    second that of the longest.
+    It is a mean of |g|/|s| and s.g/|s|^2, with s the move and g the change of the gradient, which agree along one
+    eigenvector. The first alone is that of the stiffest direction, with which mu_z grows far too large on networks; the
+    second is that of the longest. Three parts of the first to one of the second were best (docs/parameters.md).
     """
     way, rounding = torch.linalg.vector_norm(moved, dim=1), 1e3 * torch.finfo(moved.dtype).eps
     steepness = torch.linalg.vector_norm(gradient_change, dim=1) / way
     along = row_dots(moved, gradient_change).clamp(min=0) / way**2
-    return torch.where(way > rounding * torch.linalg.vector_norm(x, dim=1), steepness * along, 0)
+    return torch.where(way > rounding * torch.linalg.vector_norm(x, dim=1), steepness**1.5 * along**0.5, 0)
 
 
 def _factor(primal: Tensor, dual: Tensor, curvature: Tensor, graph: Graph) -> Tensor:
