@@ -374,8 +374,13 @@ class ZenohLink:
         return time.monotonic() - heard if heard >= 0 else float("inf")
 
     def never_heard(self) -> list[int]:
-        """Return the neighbours from which nothing has come, in this process or before it was restarted."""
-        return [j for j in self.neighbours if math.isinf(self.silent(j))]
+        """Return the neighbours from which nothing has come, in this process or before it was restarted.
+
+        Those that others knew, but that have made no progress for `forget` seconds, have left and are not missing.
+        """
+        long_ago = time.monotonic() - self._fleet.forget
+        left = {j for j in self.neighbours if self.table[j].version >= 0 and self._progress_times[j] < long_ago}
+        return [j for j in self.neighbours if math.isinf(self.silent(j)) and j not in left]
 
     def refusal(self, neighbour: int) -> str:
         """Return why messages of a neighbour were refused, or ""."""
