@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import tomli_w
 
-from caden.errors import RunError
+from caden.errors import Interrupted, RunError
 from caden.experiments.config import experiment
 from caden.experiments.peer import run_peer
 from caden.networks.peers.fleet import free_ports
@@ -34,19 +34,21 @@ def fleet_file(folder, mode="lockstep", problem=QUADRATIC, graph=None, tls=False
     return experiment(path)
 
 
-def as_threads(config, out, agents=None, stops=None):
-    """Run peers in threads of this process: {agent: result or error}."""
+def as_threads(config, out, agents=None, stops=None, again=()):
+    """Run peers in threads of this process: {agent: result or error}; those in `again` continue when interrupted."""
     found = {}
 
-    def one(agent):
+    def one(agent, stop):
         try:
             own = config.model_copy(deep=True)
-            found[agent] = run_peer(own, agent, out / f"agent-{agent}", (stops or {}).get(agent))
+            found[agent] = run_peer(own, agent, out / f"agent-{agent}", stop)
         except Exception as error:  # the test looks at it
             found[agent] = error
+            if isinstance(error, Interrupted) and agent in again:
+                one(agent, None)
 
     agents = range(len(config.fleet["endpoints"])) if agents is None else agents
-    runners = [threading.Thread(target=one, args=(agent,)) for agent in agents]
+    runners = [threading.Thread(target=one, args=(agent, (stops or {}).get(agent))) for agent in agents]
     for runner in runners:
         runner.start()
     for runner in runners:

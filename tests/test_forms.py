@@ -114,7 +114,7 @@ def test_news_of_the_latest_check_win_then_the_larger_mu_z():
 def test_what_the_arc_form_cannot_do_is_refused(setting):
     problem, graph, _ = setting
     for parameters, word in (({"mu_y": 0.5}, "mu_y"), ({"growth": 1.01}, "growth")):
-        with pytest.raises(caden.CadenError, match=f"`{word}` must be .* lost or late"):
+        with pytest.raises(caden.CadenError, match=f"`{word}` must be .* where messages may be lost"):
             caden.simulate(methods.caden(0.4, **parameters), problem, graph, 1, **IN_ARCS)
     caden.simulate(methods.caden(0.4, mu_y=0.4), problem, graph, 1, **IN_ARCS)
     with pytest.warns(UserWarning, match="stationary point"):

@@ -30,6 +30,7 @@ from caden.networks.peers import Fleet, Free, certify, wire
 from caden.networks.peers.certificates import link_errors, require_valid
 from caden.networks.peers.fleet import free_ports
 from caden.networks.peers.link import ZenohLink
+from caden.networks.peers.transports import Received
 from caden.schedules import Draw
 from conftest import newest
 from peers import QUADRATIC, as_process, as_threads, fleet_file, until
@@ -48,6 +49,7 @@ def simulated(config):
         participation=config.participation,
         local_steps=config.workload,
         seed=config.seed,
+        messages=config.messages,
         deterministic=True,
     )
 
@@ -76,6 +78,20 @@ def test_lockstep_peers_end_in_the_bits_of_the_simulator(tmp_path, method, parti
     for agent in range(6):
         assert torch.equal(found[agent].x[0], result.x[agent]), found[agent]
         assert found[agent].rows[-1]["communications"] == result.rows[-1]["communications"]
+
+
+LESS = {"bits": {"bits": 3}, "trigger": {"trigger": {"first": 0.3, "decay": 0.9}, "top": 0.5}}
+
+
+@pytest.mark.parametrize("less", LESS)
+@pytest.mark.parametrize("method", ["caden", pytest.param("gt", marks=pytest.mark.slow)])
+def test_lockstep_peers_with_short_messages_end_in_the_bits_of_the_simulator(tmp_path, method, less):
+    config = fleet_file(tmp_path, method=LOCKSTEP[method], participation=0.7, rounds=9, messages=LESS[less])
+    result = simulated(config)
+    found = as_threads(config, tmp_path)
+    for agent in range(6):
+        assert torch.equal(found[agent].x[0], result.x[agent]), found[agent]
+    assert sum(peer.rows[-1]["bytes"] for peer in found.values()) == result.rows[-1]["bytes"]  # each counts its own
 
 
 @pytest.mark.slow
@@ -132,6 +148,37 @@ def test_free_peers_agree_on_the_minimiser_and_replay_to_the_bit(tmp_path, metho
     for result in found.values():
         assert result.stopped == "tolerance", result
         assert float((result.x[0] - solution).norm()) < 1e-6
+    assert all(again.same for again in replay(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:.*heard nothing from agent")
+def test_a_peer_that_is_stopped_before_its_first_step_can_continue(tmp_path):
+    config = fleet_file(tmp_path, mode="free", **FREE, fleet={"seconds": 0.5, "forget": 0.5, "patience": 1.0})
+    stopped = threading.Event()
+    stopped.set()
+    (found,) = as_threads(config, tmp_path, [0], {0: stopped}).values()
+    assert isinstance(found, Interrupted) and newest_round(tmp_path / "agent-0") == 0
+    (again,) = as_threads(config, tmp_path, [0]).values()
+    assert isinstance(again, RunError) and "never heard from" in str(again)  # it ran until its time was up
+
+
+@pytest.mark.parametrize("less", [{"bits": 4}, {"trigger": {"first": 0.3, "decay": 0.95}, "top": 0.5}], ids=str)
+def test_free_peers_with_short_messages_are_exact_and_replay_to_the_bit(tmp_path, less):
+    """Also with a peer that is stopped and continues, whose neighbours' copies it no longer has."""
+    method = {"name": "caden", "mu_z": 0.4, "relax": 0.7}
+    config = fleet_file(tmp_path, mode="free", **{**FREE, "method": method, "messages": less}, fleet={"seconds": 60.0})
+    stops = {2: threading.Event()}
+    threading.Thread(target=lambda: (until(lambda: newest_round(tmp_path / "agent-2") > 15), stops[2].set())).start()
+    found = as_threads(config, tmp_path, stops=stops, again={2})
+    solution = config.build()[1].solution
+    for result in found.values():
+        assert not isinstance(result, Exception), result
+        assert result.stopped == "tolerance"
+        assert float((result.x[0] - solution).norm()) < 1e-6
+    if "bits" in less:
+        lines = [json.loads(line) for line in (tmp_path / "agent-3" / "versions.jsonl").read_text().splitlines()]
+        bases = [base for line in lines for path in line.get("paths", {}).values() for _, base in path]
+        assert sum(base >= 0 for base in bases) > 0.8 * len(bases)  # nearly all were differences
     assert all(again.same for again in replay(tmp_path))
 
 
@@ -334,7 +381,7 @@ def test_large_rows_get_through_although_newer_ones_appear_meanwhile(tmp_path):
                 break
             time.sleep(0.02)
         assert until(lambda: 1 in zero.read(0), 5)
-        version, got = zero.read(0)[1]
+        version, got, _ = zero.read(0)[1]
         assert torch.equal(got, row * version)
     finally:
         zero.close(), one.close()
@@ -353,7 +400,7 @@ def test_starting_points_are_not_taken_for_messages(tmp_path):
             return {1}
 
         def read(self, step):
-            return {1: (self.version, torch.ones(4, dtype=torch.float64))}
+            return {1: Received(self.version, torch.ones(4, dtype=torch.float64), [])}
 
         def publish(self, version, rows):
             pass
@@ -389,7 +436,7 @@ def test_a_clipped_message_moves_no_further_than_allowed():
             return {1, 5}
 
         def read(self, step):
-            return {1: (step + 2, torch.full((4,), 10.0 * (step + 2), dtype=torch.float64))}
+            return {1: Received(step + 2, torch.full((4,), 10.0 * (step + 2), dtype=torch.float64), [])}
 
         def publish(self, version, rows):
             pass
@@ -415,8 +462,8 @@ def test_messages_are_what_was_packed_and_nothing_else():
     note = wire.pack_note(1, 9, 4, table)
     assert wire.unpack_note(note, 1, 2) == (9, 4, table)
     chunk = bytes(range(64))
-    header = wire.pack_row(1, 7, torch.float64, 64, 0, chunk)
-    assert wire.read_row_header(header, 1, torch.float64, 64, 0, 64)[0] == 7
+    header = wire.pack_row(1, 7, -1, torch.float64, 64, 0, chunk)
+    assert wire.read_row_header(header, 1, {torch.float64: 64}, 0, 64).version == 7
     chance = random.Random(1)
     for _ in range(1000):
         place, bit = chance.randrange(len(note)), 1 << chance.randrange(8)
@@ -424,11 +471,11 @@ def test_messages_are_what_was_packed_and_nothing_else():
         with pytest.raises(wire.Refused):
             wire.unpack_note(bad[: chance.choice([len(bad), chance.randrange(len(bad))])], 1, 2)
     for wrong in (
-        (header, 2, torch.float64, 64, 0, 64),
-        (header, 1, torch.float32, 64, 0, 64),
-        (header, 1, torch.float64, 128, 0, 64),
-        (header, 1, torch.float64, 64, 0, 32),
-        (header[:-1], 1, torch.float64, 64, 0, 64),
+        (header, 2, {torch.float64: 64}, 0, 64),
+        (header, 1, {torch.float32: 64}, 0, 64),
+        (header, 1, {torch.float64: 128, torch.uint8: 64}, 0, 64),
+        (header, 1, {torch.float64: 64}, 0, 32),
+        (header[:-1], 1, {torch.float64: 64}, 0, 64),
     ):
         with pytest.raises(wire.Refused):
             wire.read_row_header(*wrong)
@@ -572,12 +619,12 @@ def test_a_thousand_malformed_messages_leave_the_receiver_running(tmp_path):
         (b"", b""),
         (bytes(32), b"x" * 7),
         (bytes(5_000_000), b""),  # more than a link takes
-        (bytes(32), wire.pack_row(1, 1, torch.float64, 1 << 50, 0, bytes(32))),  # of an absurd size
-        (bytes(16), wire.pack_row(1, 1, torch.float32, 16, 0, bytes(16))),
-        (bytes(32), wire.pack_row(2, 1, torch.float64, 32, 0, bytes(32))),
-        (b"\xff" * 32, wire.pack_row(1, 1, torch.float64, 32, 0, b"\xff" * 32)),  # NaN
-        (bytes(32), wire.pack_row(1, 1, torch.float64, 32, 0, b"y" * 32)),  # a false checksum
-        (bytes(32), wire.pack_row(1, -3, torch.float64, 32, 0, bytes(32))),
+        (bytes(32), wire.pack_row(1, 1, -1, torch.float64, 1 << 50, 0, bytes(32))),  # of an absurd size
+        (bytes(16), wire.pack_row(1, 1, -1, torch.float32, 16, 0, bytes(16))),
+        (bytes(32), wire.pack_row(2, 1, -1, torch.float64, 32, 0, bytes(32))),
+        (b"\xff" * 32, wire.pack_row(1, 1, -1, torch.float64, 32, 0, b"\xff" * 32)),  # NaN
+        (bytes(32), wire.pack_row(1, 1, -1, torch.float64, 32, 0, b"y" * 32)),  # a false checksum
+        (bytes(32), wire.pack_row(1, -3, -1, torch.float64, 32, 0, bytes(32))),
     ]
     asked = 0
 
@@ -675,12 +722,12 @@ def test_a_peer_that_fell_behind_what_its_neighbours_know_is_in_another_life(tmp
 
 
 def test_formats_are_named_when_they_differ(tmp_path):
-    old = wire.pack_note(1, 9, 4, [wire.Entry()] * 2).replace(b"cdn2", b"cdn1")
-    with pytest.raises(wire.Refused, match="format 1, and this version speaks format 2"):
+    old = wire.pack_note(1, 9, 4, [wire.Entry()] * 2).replace(b"cdn3", b"cdn1")
+    with pytest.raises(wire.Refused, match="format 1, and this version speaks format 3"):
         wire.unpack_note(old, 1, 2)
-    row = wire.pack_row(1, 7, torch.float64, 64, 0, bytes(64)).replace(b"cdn2", b"cdn1")
-    with pytest.raises(wire.Refused, match="format 1, and this version speaks format 2"):
-        wire.read_row_header(row, 1, torch.float64, 64, 0, 64)
+    row = wire.pack_row(1, 7, -1, torch.float64, 64, 0, bytes(64)).replace(b"cdn3", b"cdn1")
+    with pytest.raises(wire.Refused, match="format 1, and this version speaks format 3"):
+        wire.read_row_header(row, 1, {torch.float64: 64}, 0, 64)
     with pytest.raises(CadenError, match=r"`fleet\.format` is 7, and this version reads format 1"):
         Fleet.of(fleet_file(tmp_path, fleet={"format": 7}))
 

@@ -114,11 +114,12 @@ class Round(NamedTuple):
     graph: Graph  # what every agent may know: size, degrees, spectrum
     may_sleep: bool  # False: all agents are awake and all links are up in every round of this run
     lossy: bool  # True: messages may be lost or late, or agents run free; then only arc variables are safe
+    abridged: bool  # True: messages are compressed, or sent only if they say something new
     curvature: Tensor | None  # (k,) each agent's Lipschitz constant, as estimated by the warm-up
     accuracy: float | None  # local solves may stop at this relative error (`Objective`)
     broadcast: Callable[[Tensor], Heard]  # awake agents send their row once to all neighbours
     # Messages of arcs -> what each arc's owner received, and whether. Columns beyond d are sent as they are, and count
-    # as bytes only.
+    # as bytes only. In `init` nothing is received: it says which messages both ends can work out from x^0.
     exchange: Callable[[Tensor], tuple[Tensor, Tensor]]
     average: Callable[[Tensor], Tensor]  # (k, d) -> (d,) mean over awake agents, through a server
     maximum: Callable[[Tensor], Tensor]  # (k,) -> () largest value over all agents, by max-consensus

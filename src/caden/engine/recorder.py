@@ -68,7 +68,7 @@ class Recorder:
         """Continue after a checkpoint, or from the start: later rows are dropped and will be recorded again."""
         if self.run_dir and part is not None:
             size = part.facts.get("metrics", {}).get("bytes")  # known in the part of the first process
-            self.rows = self.run_dir.read(size, last=self.run.index)
+            self.rows = [] if size == 0 else self.run_dir.read(size, last=self.run.index)
         if self._writes:
             self._writes.cut(part.facts["metrics"]["bytes"] if part is not None else 0)
 

@@ -53,7 +53,6 @@ def _kinds(graph: Graph, layouts: Sequence[Layout], here: Layout) -> dict[str, _
     return {
         "hosted": _Kind(graph.agents, hosted, list(map(everything, hosted)), here.hosted),
         "known": _Kind(graph.agents, known, own_rows, here.rows.cpu()),
-        "public": _Kind(graph.agents, hosted, list(map(everything, hosted)), here.rows.cpu()),  # hosted -> known rows
         "edges": _Kind(len(graph.edges), edges, list(map(everything, edges)), here.edges.cpu()),
         "arcs": _Kind(2 * len(graph.edges), arcs, owned, here.arcs.cpu()),
     }
@@ -69,11 +68,8 @@ def redeal(parts: Sequence[Part], state: Mapping[str, Tensor], here: Layout, fir
     def by_arc(name: str) -> bool:
         return _network_kind(name, [p.tensors[name] for p in parts], kinds)[0] == "arcs"
 
-    for name in [n for n in tensors if re.fullmatch(r"network\.broadcast\d+(\.public)?", n)]:
-        channel = name.removesuffix(".public")
-        if name != channel:  # one process alone remembers only what is public
-            tensors.setdefault(channel, kinds["public"].deal([p.tensors[name] for p in parts], 0))
-        elif len(here.rows) > here.agents and f"{name}.rows" not in tensors and by_arc(name):
+    for name in [n for n in tensors if re.fullmatch(r"network\.broadcast\d+", n)]:
+        if len(here.rows) > here.agents and f"{name}.rows" not in tensors and by_arc(name):
             raise CadenError("With lossy or changing links, a run of one process cannot be resumed by several.")
     numbers = dict(parts[0].numbers)
     for name in SUMMED:
@@ -109,6 +105,4 @@ def _network_kind(name: str, parts: Sequence[Tensor], kinds: Mapping[str, _Kind]
         return None, 0
     if buffer == "newest" or "exchange" in name:
         return "arcs", 0
-    if buffer == "public":
-        return "hosted", 0
     return ("known" if kinds["known"].fits(parts, None, 0) else "arcs"), 0

@@ -33,6 +33,7 @@ from caden.engine.warmup import Warmup
 from caden.errors import CadenError, Diverged, Interrupted, RunError
 from caden.experiments.config import Experiment
 from caden.graphs import Graph
+from caden.networks.messages import Messages
 from caden.networks.peers.certificates import link_errors
 from caden.networks.peers.fleet import Fleet
 from caden.networks.peers.link import ZenohLink
@@ -52,7 +53,7 @@ def prepare_peer(
     fleet, (method, problem, graph) = Fleet.of(config), built
     transport: Free | Lockstep
     transport = Free(agent, link, fleet.clip) if fleet.mode == "free" else Lockstep(agent, link)
-    conditions = Conditions(schedules.from_spec(config.participation), config.workload)
+    conditions = Conditions(schedules.from_spec(config.participation), config.workload, config.messages)
     run, start = prepare(method, problem, graph, conditions, config.seed, transport)
     return run, start, transport
 
@@ -87,7 +88,7 @@ def run_peer(
     with deterministic_mode(config.deterministic):
         width = problem.dim + (HEADER if fleet.mode == "free" else 0)
         like = torch.empty(width, dtype=problem.dtype, device=problem.device)
-        link = link_type(fleet, graph, agent, like, home, folder, stop)
+        link = link_type(fleet, graph, agent, like, home, folder, stop, Messages.from_spec(config.messages).codec)
         missing = _MissingNeighbours(fleet, graph, agent, home, link)
         try:
             peer = _Peer(config, fleet, agent, built, link, missing, folder, stop, show)
@@ -150,6 +151,7 @@ class _Peer:
         self.stop, self.show, self.shown_at, self.synced_at = stop, show, 0.0, 0.0
         self.clock, self.calm, self.change, self.time_is_up, self.reason = 0.0, 0, math.inf, False, ""
         self.heard_in_sweep: set[int] = set()  # neighbours from which a row arrived since the last sweep
+        self.rounds_at_sweep: dict[int, int] = {}  # rounds of each neighbour then, if messages are triggered
         self.log = folder / "versions.jsonl"
 
     def work(self) -> Result:
@@ -256,16 +258,21 @@ class _Peer:
     def _count_calm_sweeps(self, fresh: dict[int, int], members: set[int]) -> None:
         """Count the sweeps without a change above the tolerance, each over all neighbours that are still running."""
         self.heard_in_sweep |= set(fresh)
+        if "trigger" in self.config.messages:  # a neighbour that has gone on without a message has nothing new
+            done = {j: self.link.rounds_done(j) for j in members}
+            self.heard_in_sweep |= {j for j in members if done[j] > self.rounds_at_sweep.setdefault(j, done[j])}
         if self.config.tolerance is None or self.change >= self.config.tolerance:
-            self.calm, self.heard_in_sweep = 0, set()
+            self.calm, self.heard_in_sweep, self.rounds_at_sweep = 0, set(), {}
         elif members <= self.heard_in_sweep and (members or self.transport.neighbours):
-            self.calm, self.heard_in_sweep = self.calm + 1, set()
+            self.calm, self.heard_in_sweep, self.rounds_at_sweep = self.calm + 1, set(), {}
 
     def _log_step(self, step: int) -> None:
         """Log the versions that a step read."""
         if isinstance(self.transport, Free):
             read = {str(j): version for j, version in self.transport.fresh.items()}
             line = {"step": step, "life": self._life, "members": sorted(self.transport.members), "read": read}
+            if any(self.transport.paths.values()):  # compressed: a row depends on those fetched before it
+                line["paths"] = {str(j): path for j, path in self.transport.paths.items()}
             with self.log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 

@@ -18,7 +18,11 @@ from caden.engine.warmup import Warmup
 from caden.errors import CadenError
 from caden.experiments.config import experiment
 from caden.experiments.peer import prepare_peer
+from caden.networks.codec import Codec
+from caden.networks.messages import Messages
 from caden.networks.peers.fleet import Fleet
+from caden.networks.peers.offers import apply_difference, pack_difference
+from caden.networks.peers.transports import Received
 from caden.networks.peers.wire import LIFE
 from caden.networks.transport import Memory
 
@@ -41,7 +45,8 @@ class _RowsInTransit:
             (int(j), agent, version)
             for agent, log in logs.items()
             for line in log.values()
-            for j, version in line["read"].items()
+            for j in line["read"]
+            for version, _ in _path(line, j)
         )
         self.waiting: dict[int, tuple[int, int, int]] = {}
         self.unfinished = set(logs)
@@ -52,6 +57,12 @@ class _RowsInTransit:
         return self.unfinished <= set(self.waiting) and not any(key in self.rows for key in self.waiting.values())
 
 
+def _path(line: Mapping[str, Any], neighbour: str) -> list[tuple[int, int]]:
+    """Return the versions that a step's row depends on, each with its base (-1: the whole row)."""
+    path: list[tuple[int, int]] = line.get("paths", {}).get(neighbour) or [(line["read"][neighbour], -1)]
+    return path
+
+
 class _EndOfLog(Exception):
     """The end of an agent's log."""
 
@@ -59,8 +70,9 @@ class _EndOfLog(Exception):
 class _RecordedLink:
     """A link that delivers the rows recorded in the logs."""
 
-    def __init__(self, agent: int, log: dict[int, Any], transit: _RowsInTransit):
+    def __init__(self, agent: int, log: dict[int, Any], transit: _RowsInTransit, codec: Codec | None, dim: int):
         self._agent, self._log, self._transit = agent, log, transit
+        self._codec, self._dim, self._copies = codec, dim, dict[int, Tensor]()
 
     def publish(self, version: int, rows: Mapping[int, Tensor]) -> None:
         with self._transit.changed:
@@ -76,24 +88,41 @@ class _RecordedLink:
     def members(self, step: int) -> set[int]:
         return set(self._log[step]["members"])
 
-    def read(self, step: int) -> dict[int, tuple[int, Tensor]]:
-        transit, received = self._transit, {}
+    def read(self, step: int) -> dict[int, Received]:
+        received: dict[int, Received] = {}
         if step not in self._log:
             raise _EndOfLog
-        with transit.changed:
-            for j, version in self._log[step]["read"].items():
-                key = (int(j), self._agent, version)
-                transit.waiting[self._agent] = key
-                while key not in transit.rows:
-                    if not transit.unpublished and transit.stuck():
-                        transit.unpublished = f"step {step} of agent {self._agent} read version {version} of agent {j}"
-                        transit.changed.notify_all()
-                    if transit.unpublished:
-                        raise CadenError(f"The logs are inconsistent: {transit.unpublished}, which was not published.")
-                    transit.changed.wait(60)
-                del transit.waiting[self._agent]
-                received[int(j)] = (version, transit.rows.pop(key))
+        for name, version in self._log[step]["read"].items():
+            j = int(name)
+            for fetched, base in _path(self._log[step], name):
+                row = self._wait_for(j, fetched, step)
+                if base >= 0:
+                    if self._codec is None or j not in self._copies:
+                        raise CadenError(f"The logs are inconsistent: agent {self._agent} did not have version {base}.")
+                    copy = self._copies[j]
+                    row = apply_difference(
+                        copy, pack_difference(row, copy, self._codec, self._dim), self._codec, self._dim
+                    )
+                self._copies[j] = row
+            received[j] = Received(version, self._copies[j], [])
         return received
+
+    def _wait_for(self, neighbour: int, version: int, step: int) -> Tensor:
+        """Return a row of a neighbour as soon as that has been replayed up to it."""
+        transit, key = self._transit, (neighbour, self._agent, version)
+        with transit.changed:
+            transit.waiting[self._agent] = key
+            while key not in transit.rows:
+                if not transit.unpublished and transit.stuck():
+                    said = f"step {step} of agent {self._agent} read version {version} of agent {neighbour}"
+                    transit.unpublished = said
+                    transit.changed.notify_all()
+                if transit.unpublished:
+                    raise CadenError(f"The logs are inconsistent: {transit.unpublished}, which was not published.")
+                transit.changed.wait(60)
+            del transit.waiting[self._agent]
+            transit.needed[key] -= 1  # a peer that was restarted may have fetched a row twice
+            return transit.rows[key] if transit.needed[key] else transit.rows.pop(key)
 
     def wait(self, neighbour: int, version: int, like: Tensor) -> Tensor:
         raise NotImplementedError
@@ -110,12 +139,14 @@ def replay(folder: Path) -> list[Replayed]:
         raise CadenError("A fleet in lockstep needs no replay: `caden run` on its file gives the same numbers.")
     logs = {int(path.name.removeprefix("agent-")): _read_log(path) for path in run_dirs}
     _require_messages(logs)
+    codec = Messages.from_spec(config.messages).codec
     transit, results = _RowsInTransit(logs), dict[int, Replayed | BaseException]()
     built = {agent: config.build(partial(Fleet.of(config).hosted_agents, agent=agent)) for agent in logs}
 
     def replay_agent(agent: int, path: Path) -> None:
         try:
-            run, start, _ = prepare_peer(config, agent, built[agent], _RecordedLink(agent, logs[agent], transit))
+            link = _RecordedLink(agent, logs[agent], transit, codec, built[agent][1].dim)
+            run, start, _ = prepare_peer(config, agent, built[agent], link)
             run.begin(start, Warmup.from_spec(config.warmup))
             for _ in range(len(logs[agent]) - 1):
                 run.step()

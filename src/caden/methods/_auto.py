@@ -95,8 +95,8 @@ def adopt(own: Tensor, received: Tensor, arrived: Tensor, edges: Edges) -> tuple
     return torch.cat([checks, rest], dim=1), arrived & (received[:, 1:2] == rest[owner, :1])
 
 
-def balance_by_gossip(old: Any, new: Any, round: Round, relax: float) -> Any:
-    """Accumulate the residuals of one round of CADEN in arcs; at a check, propose a mu_z that balances them.
+def balance_in_arcs(old: Any, new: Any, round: Round, relax: float) -> Any:
+    """Accumulate the residuals of one round of CADEN in arcs; at a check, change mu_z, or propose to.
 
     A message moves its arc by relax 2 mu_z (x_j - s_e), which gives the primal residual. The dual residual is how much
     the arcs changed the subproblem.
@@ -105,9 +105,28 @@ def balance_by_gossip(old: Any, new: Any, round: Round, relax: float) -> Any:
     apart = round.edges.arc_sum(torch.linalg.vector_norm(arcs, dim=1, keepdim=True) ** 2) / (2 * relax * new.mu_z) ** 2
     changed = torch.linalg.vector_norm(round.edges.arc_sum(arcs), dim=1, keepdim=True) ** 2
     curvature = _squared_curvature(new.x, moved, gradient_change).unsqueeze(1)
+    tally = old.tally + torch.cat([apart, changed, 0 * curvature], dim=1)
+    tally[:, 2:] = torch.maximum(old.tally[:, 2:], curvature)
+    if new.news is not None:
+        return _propose(old, new._replace(tally=tally), round)
+    if round.index + 1 not in CHECKS:
+        return new._replace(tally=tally)
+    primal, dual, largest = (round.maximum(column) for column in tally.unbind(1))
+    factor = _factor(primal, dual, largest, round.graph)
+    return _with_penalty(new, new.mu_z * factor, round)._replace(tally=0 * tally)
+
+
+def _with_penalty(state: Any, mu_z: Tensor, round: Round) -> Any:
+    """Return the same point of CADEN in arcs in terms of another mu_z."""
+    owner = round.edges.owner()
+    change = mu_z - state.mu_z
+    return state._replace(z=state.z + (change[owner] if change.ndim else change) * state.x[owner], mu_z=mu_z)
+
+
+def _propose(old: Any, new: Any, round: Round) -> Any:
+    """Spread the residuals with the next messages; at a check, propose a mu_z that balances them."""
     same = (new.news[:, :2] == old.news[:, :2]).all(1, keepdim=True)  # else z changed with mu_z, and the tally begins
-    tally = torch.where(same, old.tally + torch.cat([apart, changed, 0 * curvature], dim=1), 0)
-    tally[:, 2:] = torch.where(same, torch.maximum(old.tally[:, 2:], curvature), 0)
+    tally = torch.where(same, new.tally, 0)
     news = torch.cat([new.news[:, :2], torch.maximum(new.news[:, 2:], tally)], dim=1)
     new = new._replace(tally=tally, news=news)
     if round.index + 1 not in CHECKS:
@@ -116,11 +135,9 @@ def balance_by_gossip(old: Any, new: Any, round: Round, relax: float) -> Any:
     proposes = round.active & (news[:, :1] < number)
     primal, dual, largest = news[:, 2:].unbind(1)
     mu_z = torch.where(proposes, new.mu_z * _factor(primal, dual, largest, round.graph).unsqueeze(1), new.mu_z)
-    owner = round.edges.owner()
     fresh = torch.cat([torch.full_like(mu_z, number), mu_z, 0 * news[:, 2:]], dim=1)
-    z = new.z + (mu_z - new.mu_z)[owner] * new.x[owner]
-    return new._replace(
-        z=z, mu_z=mu_z, news=torch.where(proposes, fresh, news), tally=torch.where(proposes, 0, new.tally)
+    return _with_penalty(new, mu_z, round)._replace(
+        news=torch.where(proposes, fresh, news), tally=torch.where(proposes, 0, tally)
     )
 
 

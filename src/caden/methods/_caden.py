@@ -16,14 +16,14 @@ depends on what the network guarantees; u_i = x_i - s_e, and relax = 1/2 is the 
                                                  S_i <- relax sum_j (x_i + x_j) + (1 - 2 relax) S_i
     edges   agents sleep, links change:          s_e <- s_e + relax (u_i + u_j),  y_e <- y_e + relax mu_y (u_i - u_j)
                                                  with u_i = 0 if i slept; both ends know s_e and y_e of eq. (5)
-    arcs    messages are lost or late, agents    i sends 2 mu_z x_i - z_ij to j (mu_y = mu_z)
-            run free:                            z_ji <- (1 - relax) z_ji + relax (what arrived), else it stays
+    arcs    messages are lost, late or           i sends q_ij = 2 x_i - z_ij/mu_z to j (mu_y = mu_z)
+            incomplete, agents run free:         z_ji <- (1 - relax) z_ji + relax mu_z q_ij where it arrived
 
 Each awake agent minimises f_i(v) + mu_z d_i/2 |v|^2 - (mu_z S_i - phi_i).v, where S_i = sum_j (x_i + x_j)/2 at first.
 While everyone is awake and everything arrives, the three are equal:
 
     1. Sum the edge form over the edges of i, with phi_i = sum_e +-y_e and S_i = sum_e s_e: the agent form.
-    2. Put z_ij = mu_z s_e - y_e and z_ji = mu_z s_e + y_e, so that what i sends is z_ji + 2 mu_z u_i: the arc form is
+    2. Put z_ij = mu_z s_e - y_e and z_ji = mu_z s_e + y_e, so that mu_z q_ij = z_ji + 2 mu_z u_i: the arc form is
        z_ji + relax 2 mu_z u_i = mu_z (s_e + relax (u_i + u_j)) + (y_e + relax mu_z (u_i - u_j)), the edge form.
     3. sum_j z_ij = mu_z S_i - phi_i, so the subproblems are equal, too.
 
@@ -33,6 +33,10 @@ mu_z d_i x_i - sum_j z_ij, the pull of all arcs, whose sum vanishes in the limit
 
 Sleeping agents: with dual="exact" edges move by the half step of whichever end is awake, arcs by the messages that
 arrive; exact.
+
+Compressed or triggered messages also ask for arcs: there a message that is not quite right moves one arc for one round,
+while agents and edges add up its error in phi, and diverge. q_ij is in units of x, so that a copy of it remains valid
+when mu_z changes, and its first value follows from x^0 at both ends.
 
 Arcs are the relaxed ADMM of Bastianello, Carli, Schenato and Todescato, "Asynchronous distributed optimization over
 lossy networks via relaxed ADMM", IEEE TAC 66(6), 2021, exact for convex f with random sleep and loss. No theory covers
@@ -49,7 +53,7 @@ from caden import solvers
 from caden.core import Heard, Info, LocalSolver, Method, Round, Verdict
 from caden.curvature import smoothness
 from caden.errors import CadenError, require_choice, require_number, require_positive
-from caden.methods._auto import CHECKS, adopt, balance, balance_by_gossip, first_news, first_penalty
+from caden.methods._auto import CHECKS, adopt, balance, balance_in_arcs, first_news, first_penalty
 from caden.methods._registry import EVERYTHING, PENALTY, RELAX, register
 from caden.theory import examine
 
@@ -105,10 +109,9 @@ def caden(
     local = solvers.from_spec(solver)
 
     def init(x: Tensor, round: Round) -> State:
-        in_arcs = dual == "exact" and round.lossy
-        if in_arcs:
+        if dual == "exact" and _in_arcs(round):
             _require_arc_form(mu_z, mu_y, growth)
-        mu, curvature = _first_mu(mu_z, x, round, in_arcs)
+        mu, curvature = _first_mu(mu_z, x, round, gossip=dual == "exact" and round.lossy)
         tally = x.new_zeros(len(x), 3) if isinstance(mu_z, str) else None
         heard, memory = round.broadcast(x), local.init(round.problem, x, curvature)
         state = State(x, torch.zeros_like(x), heard.laplacian() / 2, memory, mu, tally=tally)
@@ -136,8 +139,8 @@ def caden(
         if old.tally is None or round.index >= max(CHECKS):
             return new
         adapted: State = new
-        if old.news is not None:
-            adapted = balance_by_gossip(old, new, round, relax)
+        if old.z is not None:
+            adapted = balance_in_arcs(old, new, round, relax)
         elif info.heard is not None:
             adapted = balance(old, new, info.heard, round, _penalties(old.mu_z, mu_y, growth, round.index)[0])
         return adapted
@@ -190,14 +193,15 @@ def _require_valid(mu_z: float | str, mu_y: float | None, dual: str, relax: floa
 
 def _in_form(state: State, heard: Heard, round: Round) -> State:
     """Return the first state with the variables of the form that the network asks for."""
-    if not (round.may_sleep or round.lossy):
+    if not (round.may_sleep or _in_arcs(round)):
         return state
     first, second = heard.ends()
     s = (first + second) / 2
-    if not round.lossy:
+    if not _in_arcs(round):
         return state._replace(s=s, y=torch.zeros_like(s))
+    round.exchange(2 * state.x[round.edges.owner()] - torch.cat([s, s]))
     z = _of_arcs(state.mu_z, round) * torch.cat([s, s])
-    news = None if state.tally is None else first_news(state.mu_z)
+    news = None if state.tally is None or not round.lossy else first_news(state.mu_z)
     return state._replace(phi=_arc_pull(state.x, z, state.mu_z, round), gap=None, z=z, news=news)
 
 
@@ -207,21 +211,26 @@ def _penalties(mu_z: Tensor, mu_y: float | None, growth: float, index: int) -> t
     return mu_z * factor, mu_z * factor if mu_y is None else mu_y * factor
 
 
-def _first_mu(mu_z: float | str, x: Tensor, round: Round, in_arcs: bool) -> tuple[Tensor, Tensor | None]:
+def _in_arcs(round: Round) -> bool:
+    """Return whether the network asks for the arc form."""
+    return round.lossy or round.abridged
+
+
+def _first_mu(mu_z: float | str, x: Tensor, round: Round, gossip: bool) -> tuple[Tensor, Tensor | None]:
     """Return mu_z at the start, one per agent if it will be agreed on by gossip, and the curvature if it is known."""
     if not isinstance(mu_z, str):
         return torch.as_tensor(mu_z, dtype=x.dtype, device=x.device), round.curvature
     curvature = smoothness(round.problem, x) if round.curvature is None else round.curvature
-    largest = curvature.unsqueeze(1) if in_arcs else round.maximum(curvature)
+    largest = curvature.unsqueeze(1) if gossip else round.maximum(curvature)
     return first_penalty(largest.to(x.dtype), round.graph), curvature
 
 
 def _require_arc_form(mu_z: float | str, mu_y: float | None, growth: float) -> None:
-    where = "where messages may be lost or late"
+    where = "where messages may be lost, late, compressed or triggered"
     if mu_y is not None and mu_y != mu_z:
         raise CadenError(f"`mu_y` must be `mu_z` {where}, got {mu_y}: leave it out.")
     if growth != 1:
-        raise CadenError(f"`growth` must be 1 {where}, since agents count their own rounds, got {growth}.")
+        raise CadenError(f"`growth` must be 1 {where}, got {growth}: leave it out.")
 
 
 def _verdict(
@@ -284,7 +293,7 @@ def _edge_update(
 def _arc_update(state: State, z: Tensor, x: Tensor, round: Round, relax: float) -> State:
     """Send each neighbour its message, and move the arcs whose messages arrived."""
     own, d = x[round.edges.owner()], x.shape[1]
-    messages, mu_z, news = 2 * _of_arcs(state.mu_z, round) * own - z, state.mu_z, state.news
+    messages, mu_z, news = 2 * own - z / _of_arcs(state.mu_z, round), state.mu_z, state.news
     if news is None:
         received, usable = round.exchange(messages)
     else:
@@ -292,7 +301,7 @@ def _arc_update(state: State, z: Tensor, x: Tensor, round: Round, relax: float) 
         news, usable = adopt(news, received[:, d:], arrived, round.edges)
         mu_z = news[:, 1:2].clone()
         z = z + _of_arcs(mu_z - state.mu_z, round) * own  # the same point in terms of the new mu_z
-    z = torch.where(usable, (1 - relax) * z + relax * received[:, :d], z)
+    z = torch.where(usable, (1 - relax) * z + relax * _of_arcs(mu_z, round) * received[:, :d], z)
     return state._replace(x=x, phi=_arc_pull(x, z, mu_z, round), z=z, mu_z=mu_z, news=news)
 
 

@@ -147,10 +147,10 @@ class Ranks(Transport):
             known[self._rows_of(agents)] = incoming[other]
         return known
 
-    def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
-        received = self._layout.reverse(arcs)
-        outgoing = {o: arcs[own[active[self._owner[own]]]].contiguous() for o, own in self._arcs_to.items()}
-        awaited = {o: own[active[self._peer[own]]] for o, own in self._arcs_to.items()}
+    def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
+        received, sending, coming = self._layout.reverse(arcs), sends.squeeze(1).cpu(), comes.squeeze(1).cpu()
+        outgoing = {o: arcs[own[sending[own]]].contiguous() for o, own in self._arcs_to.items()}
+        awaited = {o: own[coming[own]] for o, own in self._arcs_to.items()}
         incoming = {o: arcs.new_empty(len(own), arcs.shape[1]) for o, own in awaited.items()}
         self._send_and_receive(outgoing, incoming)
         for other, own in awaited.items():

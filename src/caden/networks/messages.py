@@ -1,6 +1,5 @@
-"""Messages that are lost, delayed or compressed. Every draw is a pure function of (seed, round, arc).
-
-Every message that is sent is counted, whatever happens to it. The effect depends on the form of the method.
+"""Messages that are lost, delayed, compressed, or sent only if they say something new. Every draw is a pure function of
+(seed, round, arc), and every message that is sent is counted, whatever happens to it.
 
 Loss and delay. The receiver continues with the newest message that has arrived.
 
@@ -9,15 +8,7 @@ Loss and delay. The receiver continues with the newest message that has arrived.
   method is biased.
 - Edge variables (`Heard.ends`) must be equal at both ends, which cannot be guaranteed here: they are refused.
 
-Compression with error feedback. Sender and receivers hold a public copy of the row. The sender sends the compressed
-difference between the row and its copy, and all copies are updated by it. Whatever was left out is part of the next
-difference, so an entry that settles is eventually known exactly. The first message of each kind is sent whole; the copy
-of an agent that slept through that round starts at 0.
-
-Triggers. A message is sent only if it differs from the last one sent by more than a threshold, which may decay.
-Otherwise a notice of one byte says that the sender is awake. After a broadcast all continue with the row last sent, so
-sums are preserved. An arc without a message stays as it is. Methods that survive compression are exact if the threshold
-decays to zero; a constant one leaves an error of its order.
+Compression and triggers: `copies`.
 """
 
 from __future__ import annotations
@@ -30,6 +21,7 @@ import torch
 from torch import Tensor
 
 from caden.errors import CadenError, require_choice, require_integer, require_number, require_positive
+from caden.networks.codec import Codec
 from caden.networks.layout import Layout
 from caden.schedules import Draw
 
@@ -41,7 +33,7 @@ class Messages(NamedTuple):
     burst: int = 1  # length of a run of losses, in rounds
     delay: int = 0  # a message arrives after 0 .. delay rounds, each equally likely; newer ones may overtake it
     top: float | None = None  # send only this fraction of the entries, the largest ones
-    bits: int | None = None  # send every entry in this many bits
+    bits: int | None = None  # send every entry that is sent in this many bits
     trigger: float | Mapping[str, float] | None = None  # send what moved by more than this, or {first, decay}
 
     @classmethod
@@ -57,16 +49,9 @@ class Messages(NamedTuple):
         require_integer("messages.burst", spec.burst, least=1), require_integer("messages.delay", spec.delay)
         if spec.top is not None and not 0 < require_number("messages.top", spec.top) <= 1:
             raise CadenError(f"`messages.top` must lie in (0, 1], got {spec.top}.")
-        if spec.bits is not None and not 2 <= require_integer("messages.bits", spec.bits) <= 16:
-            raise CadenError(f"`messages.bits` must lie in 2..16, got {spec.bits}.")
+        if spec.bits is not None and not 1 <= require_integer("messages.bits", spec.bits) <= 16:
+            raise CadenError(f"`messages.bits` must lie in 1..16, got {spec.bits}.")
         spec.threshold(0)
-        if spec.top is not None and spec.bits is not None:
-            raise CadenError("`messages.top` and `messages.bits` are two kinds of compression: choose one.")
-        if spec.shared_copies and spec.unreliable:
-            raise CadenError(
-                "Compressed or triggered messages must all arrive, since what was sent is not sent again: remove "
-                "`messages.loss` and `messages.delay`."
-            )
         return spec
 
     @property
@@ -74,13 +59,21 @@ class Messages(NamedTuple):
         return self.loss > 0 or self.delay > 0
 
     @property
-    def compressed(self) -> bool:
-        return self.top is not None or self.bits is not None
+    def codec(self) -> Codec | None:
+        """How rows are compressed, if they are."""
+        return None if self.top is None and self.bits is None else Codec(self.top, self.bits)
 
     @property
     def shared_copies(self) -> bool:
         """Whether sender and receivers hold a copy of what was sent."""
-        return self.compressed or self.trigger is not None
+        return self.codec is not None or self.trigger is not None
+
+    def worth_sending(self, round: int, change: Tensor) -> Tensor:
+        """Return (n, 1) bool: whether rows that changed by (n, d) since they were last sent are sent in a round."""
+        if self.trigger is None:
+            return torch.ones_like(change[:, :1], dtype=torch.bool)
+        distance: Tensor = torch.linalg.vector_norm(change, dim=1, keepdim=True)
+        return distance > self.threshold(round)
 
     def threshold(self, round: int) -> float:
         """Return the distance that triggers a message in a round."""
@@ -114,53 +107,14 @@ class Messages(NamedTuple):
         late = np.floor(draw.uniform(f"delay/{exchange}", round, arcs) * (self.delay + 1)).astype(np.int64)
         return torch.from_numpy(late).unsqueeze(1)
 
-    def compress(self, rows: Tensor) -> Tensor:
-        """Return the rows as the receiver decompresses them: (n, d) -> (n, d)."""
-        if self.top is not None:
-            kept = rows.abs().topk(self._entries_kept(rows.shape[1]), dim=1).indices
-            return torch.zeros_like(rows).scatter_(1, kept, rows.gather(1, kept))
-        assert self.bits is not None
-        levels = 2 ** (self.bits - 1) - 1
-        scale = rows.abs().amax(1, keepdim=True) / levels
-        return torch.where(scale > 0, (rows / scale).round() * scale, 0)
-
-    def size(self, width: int, itemsize: int) -> int:
-        """Return the bytes of one compressed row: entries with their 4-byte indices, or the bits and a scale."""
-        if self.top is not None:
-            return self._entries_kept(width) * (itemsize + 4)
-        assert self.bits is not None
-        return -(-width * self.bits // 8) + itemsize
-
-    def _entries_kept(self, width: int) -> int:
-        return max(1, round(float(self.top or 0) * width))
-
 
 class Delivery:
-    """Delivery of messages over the arcs that a process holds: lost, delayed or compressed according to the model."""
+    """Delivery of messages over the arcs that a process holds, and what agents know of each other by them."""
 
     def __init__(self, model: Messages, draw: Draw, layout: Layout):
         self.model, self._draw = model, draw
         self._arcs, self._total = layout.arcs.cpu(), 2 * layout.ends.shape[1]
-        self.known: dict[str, Tensor] = {}  # rows received, in transit, or public: part of the checkpoint
-
-    def encode(self, channel: str, round: int, rows: Tensor, speaking: Tensor) -> tuple[Tensor, int, Tensor]:
-        """Return what all know of the rows (n, d) after a message, its bytes, and (n, 1) who sent one."""
-        width, model = rows.shape[1], self.model
-        size = width * rows.element_size()
-        if not model.shared_copies:
-            return rows, size, speaking
-        before = self.known.get(f"{channel}.public")
-        if before is None:
-            public = torch.where(speaking, rows, 0)
-        else:
-            if model.trigger is not None:
-                moved = torch.linalg.vector_norm(rows - before, dim=1, keepdim=True)
-                speaking = speaking & (moved > model.threshold(round))
-            if model.compressed:
-                rows, size = before + model.compress(rows - before), model.size(width, rows.element_size())
-            public = torch.where(speaking, rows, before)
-        self.known[f"{channel}.public"] = public
-        return public, size, speaking
+        self.known: dict[str, Tensor] = {}  # rows received, in transit, and copies: part of the checkpoint
 
     def deliver(
         self, channel: str, exchange: int, index: int, messages: Tensor, spoke: Tensor, before: Tensor

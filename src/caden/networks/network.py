@@ -13,6 +13,7 @@ from torch import Tensor
 from caden.core import Edges, Heard, Problem, Round
 from caden.errors import CadenError
 from caden.graphs import Graph
+from caden.networks.copies import ArcCopies, Notice, RowCopies
 from caden.networks.heard import HeardArcs, HeardRows
 from caden.networks.layout import Layout
 from caden.networks.messages import Delivery, Messages
@@ -48,6 +49,7 @@ class Network:
         self.transport.connect(self.layout, problem.dim)
         self.may_sleep = may_sleep or links is not None
         self.lossy = self.post.model.unreliable or self.transport.sees_only_itself
+        self.abridged = self.post.model.shared_copies
         self.numbers_sent = self.bytes = 0
         self.dim, self._degree = problem.dim, self.layout.degree.to(problem.dtype)
 
@@ -95,7 +97,7 @@ class Network:
         if absent := self.transport.absent():
             edges, degree = self._without_rows(absent, edges)
         work = (work * active)[self.layout.hosted].to(problem.device)
-        facts = problem, edges, self.graph, self.may_sleep, self.lossy, curvature, accuracy
+        facts = problem, edges, self.graph, self.may_sleep, self.lossy, self.abridged, curvature, accuracy
         functions = operators.broadcast, operators.exchange, operators.average, operators.maximum, operators.uniform
         return Round(index, operators.awake, awake, work, degree, *facts, *functions)
 
@@ -130,7 +132,7 @@ class _Operators:
         self._network, self._delivery, self._transport = network, network.post, network.transport
         self._index, self._active, self._everyone, self._edges, self._sending = index, active, everyone, edges, sending
         self._awake_rows, self.awake = awake, awake[: network.layout.agents]  # (rows, 1), (k, 1)
-        self._exchanges = 0
+        self._exchanges = self._arc_exchanges = 0
 
     def _count(self, messages: int, numbers: int, size: int) -> None:
         if self._index >= 0:
@@ -141,18 +143,19 @@ class _Operators:
         self._exchanges += 1
         return self._exchanges - 1
 
-    def _encode(self, channel: str, rows: Tensor, speaking: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what all know of the rows or arcs after those `speaking` sent theirs, and (n, 1) who did."""
-        public, size, sent = self._delivery.encode(channel, self._index, rows, speaking)
-        messages, edges = self._sending, self._edges
-        if self._delivery.model.trigger is not None:
-            by_arc = sent if len(sent) == 2 * len(edges.first) else sent[edges.owner()]
-            own = (torch.cat([edges.first, edges.second]) < edges.agents).unsqueeze(1)
-            here = torch.cat([edges.awake_first, edges.awake_second]) & by_arc & own
-            messages = int(self._transport.reduce([float(here.sum())], "sum")[0])
-            self._count(self._sending - messages, 0, NOTICE)
-        self._count(messages, rows.shape[1], size)
-        return public, sent
+    def _count_messages(self, whole: Tensor, part: Tensor, width: int, itemsize: int) -> None:
+        """Count messages that are sent whole or compressed over arcs (2e, 1), and the notices of those that send none.
+
+        A process counts the arcs of its own agents; ranks add up their counts.
+        """
+        edges, codec = self._edges, self._delivery.model.codec
+        own = (torch.cat([edges.first, edges.second]) < edges.agents).unsqueeze(1)
+        awake = torch.cat([edges.awake_first, edges.awake_second])
+        counts = [float((sent & awake & own).sum()) for sent in (whole, part, ~(whole | part))]
+        wholes, parts, silent = map(int, self._transport.reduce(counts, "sum"))
+        self._count(wholes, width, width * itemsize)
+        self._count(parts, width, width * itemsize if codec is None else codec.size(width, itemsize))
+        self._count(silent, 0, NOTICE)
 
     def _remember(self, channel: str, fresh: Tensor) -> Tensor | None:
         """Store and return the row that each agent last sent; None if some have never sent anything."""
@@ -165,15 +168,40 @@ class _Operators:
 
     def broadcast(self, rows: Tensor) -> Heard:
         exchange, network, model = self._next_exchange(), self._network, self._delivery.model
-        channel = f"broadcast{exchange}"
-        public, _ = self._encode(channel, rows, self.awake)
-        fresh = self._transport.share_rows(public, self._active)
+        channel, width = f"broadcast{exchange}", rows.shape[1]
+        if model.shared_copies and model.unreliable and self._index >= 0:
+            raise CadenError(
+                "Compressed or triggered broadcasts must all arrive: use a method with arc variables (caden, radmm, "
+                "lt_admm), or remove `messages.loss` and `messages.delay`."
+            )
+        if model.shared_copies and not network.lossy:
+            public = self._broadcast_copies(f"{channel}.public", rows)
+            return HeardRows(rows, public, public, self._edges)
+        self._count(self._sending, width, width * rows.element_size())
+        fresh = self._transport.share_rows(rows, self._active)
         if model.unreliable or network.links is not None:
             return self._hear_by_arc(channel, exchange, rows, fresh)
-        elsewhere = network.layout.agents < len(fresh)
-        if not network.may_sleep or (model.shared_copies and not elsewhere):
-            return HeardRows(rows, fresh, fresh, self._edges)
-        return HeardRows(rows, fresh, self._remember(channel, fresh), self._edges)
+        sent = self._remember(channel, fresh) if network.may_sleep else fresh
+        return HeardRows(rows, fresh, sent, self._edges)
+
+    def _broadcast_copies(self, name: str, rows: Tensor) -> Tensor:
+        """Return what all know of each agent after the awake ones sent what is new, compressed."""
+        known, model, owner = self._delivery.known, self._delivery.model, self._edges.owner()
+        spoke, codec, before, first = self.awake, None, known.get(name), name not in known
+        if before is None:  # whole rows; the copy of an agent that sleeps begins at 0
+            before = rows.new_zeros(len(self._awake_rows), rows.shape[1])
+        else:
+            spoke, codec = spoke & model.worth_sending(self._index, rows - before[: len(rows)]), model.codec
+        speakers, active = self._awake_rows, self._active
+        if model.trigger is not None and not first:
+            speakers = speakers & self._transport.share_rows(spoke.to(torch.uint8), active).bool()
+            active = torch.zeros_like(active)
+            active[self._network.layout.rows.cpu()] = speakers.squeeze(1).cpu()
+        copies, none = RowCopies(before, codec), torch.zeros_like(spoke)
+        whole, part = (spoke, none) if codec is None else (none, spoke)
+        self._count_messages(whole[owner], part[owner], rows.shape[1], rows.element_size())
+        known[name] = copies.update(self._transport.share_rows(copies.pack(rows, spoke), active), speakers)
+        return known[name]
 
     def _hear_by_arc(self, channel: str, exchange: int, rows: Tensor, fresh: Tensor) -> Heard:
         edges, unreliable = self._edges, self._delivery.model.unreliable
@@ -188,21 +216,74 @@ class _Operators:
         return HeardArcs(rows, known, both, edges, None if unreliable and self._index >= 0 else fresh)
 
     def exchange(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        exchange, edges, dim = self._next_exchange(), self._edges, self._network.dim
-        speaking, header = torch.cat([edges.awake_first, edges.awake_second]), messages[:, dim:]
-        messages, sent = self._encode(f"exchange{exchange}", messages[:, :dim], speaking)
-        if header.shape[1]:
-            self._count(self._sending, 0, header.shape[1] * header.element_size())
-        triggered = self._delivery.model.trigger is not None
-        messages = torch.cat([messages, header, *([sent.to(messages.dtype)] if triggered else [])], dim=1)
-        received, came = self._transport.exchange_arcs(messages, self._active)
-        if came is None:
-            came = torch.cat([edges.awake_second, edges.awake_first])  # (2e, 1) whether each arc's peer sends
-        if triggered:
-            came, received = came & (received[:, -1:] > 0), received[:, :-1]
-        if not self._delivery.model.unreliable:
+        exchange, edges, model = self._next_exchange(), self._edges, self._delivery.model
+        channel, dim = f"exchange{self._arc_exchanges}", self._network.dim
+        self._arc_exchanges += 1
+        sends = torch.cat([edges.awake_first, edges.awake_second])  # (2e, 1) whether each arc's owner sends
+        comes = torch.cat([edges.awake_second, edges.awake_first])  # ... whether its peer does
+        header = messages.shape[1] - dim
+        if header:
+            self._count(self._sending, 0, header * messages.element_size())
+        copies_here = model.shared_copies and not self._transport.sees_only_itself
+        if copies_here and self._index < 0:
+            self._exchange_copies(channel, exchange, messages, sends, comes)
+        if self._index < 0:
+            return torch.zeros_like(messages), torch.zeros_like(comes)
+        if copies_here:
+            return self._exchange_copies(channel, exchange, messages, sends, comes)
+        if model.shared_copies:  # free-running peers; their link compresses
+            sends = self._worth_sending(f"{channel}.public", messages[:, :dim], sends)
+            none = torch.zeros_like(sends)
+            kinds = (sends, none) if model.codec is None else (none, sends)
+            self._count_messages(*kinds, dim, messages.element_size())
+        else:
+            self._count(self._sending, dim, dim * messages.element_size())
+        received, came = self._transport.exchange_arcs(messages, sends, comes)
+        came = comes if came is None else came
+        if not model.unreliable:
             return received, came
-        return self._delivery.deliver(f"exchange{exchange}", exchange, self._index, received, came, received)
+        return self._delivery.deliver(channel, exchange, self._index, received, came, received)
+
+    def _worth_sending(self, name: str, rows: Tensor, sends: Tensor) -> Tensor:
+        """Return which arcs send, and remember what they last sent."""
+        known = self._delivery.known
+        if name in known:
+            sends = sends & self._delivery.model.worth_sending(self._index, rows - known[name])
+        known[name] = torch.where(sends, rows, known.get(name, rows))
+        return sends
+
+    def _exchange_copies(
+        self, channel: str, exchange: int, messages: Tensor, sends: Tensor, comes: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Send what is new, compressed; return what each arc's owner knows of its peer's message, and whether it moved.
+
+        A notice says what is sent. Without triggers, losses and numbers that travel along, it is known beforehand.
+        """
+        known, model, dim = self._delivery.known, self._delivery.model, self._network.dim
+        rows, header, codec = messages[:, :dim], messages[:, dim:], model.codec
+        names = [f"{channel}.{field}" for field in ArcCopies._fields]
+        copies = ArcCopies(*(known[name] for name in names)) if names[0] in known else ArcCopies.none(rows)
+        new = model.worth_sending(self._index, rows - copies.public)
+        payload, mine, copies = copies.send(rows, new, sends, codec)
+        self._count_messages(mine.whole, mine.part, dim, messages.element_size())
+        theirs, came = copies.expected(comes, codec), comes
+        if model.trigger is not None or model.unreliable or header.shape[1]:
+            notice = torch.cat([mine.columns(rows.dtype), header], dim=1)
+            notice, _ = self._transport.exchange_arcs(notice, sends, comes)
+            theirs, header = Notice.read(notice, comes), notice[:, 4:]
+        received, _ = self._transport.exchange_arcs(rows, mine.whole, theirs.whole)
+        if codec is not None:
+            differences, _ = self._transport.exchange_arcs(payload, mine.part, theirs.part)
+            at = theirs.part.squeeze(1).nonzero().flatten()
+            received = received.index_copy(0, at, codec.unpack(differences[at], dim, rows.dtype))
+        if model.unreliable and self._index >= 0:
+            everything = torch.cat([received, theirs.columns(rows.dtype), header], dim=1)
+            everything, came = self._delivery.deliver(channel, exchange, self._index, everything, comes, everything)
+            received, header = everything[:, :dim], everything[:, dim + 4 :]
+            theirs = Notice.read(everything[:, dim:], came)
+        fits, copies = copies.receive(received, theirs, came, mine)
+        known.update(zip(names, copies))
+        return torch.cat([copies.heard, header], dim=1), fits
 
     def average(self, rows: Tensor) -> Tensor:
         model = self._delivery.model

@@ -31,8 +31,11 @@ class Transport(Protocol):
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         """Send hosted rows and receive others: (k, d) -> (rows of the layout, d); only awake agents send."""
 
-    def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Send (2e, d) from arc owners; return what their peers sent, and where it came (None: from all awake)."""
+    def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Send (2e, n) from the arc owners that send; return what their peers sent, and where it came (None: `comes`).
+
+        `sends` and `comes` (2e, 1) say for each arc whether its owner sends, and whether its peer does.
+        """
 
     def gather(self, rows: Tensor) -> Tensor:
         """Collect the rows of all agents, in order: (k, ...) -> (m, ...)."""
@@ -69,7 +72,7 @@ class Memory(Transport):
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         return rows
 
-    def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+    def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
         return self._layout.reverse(arcs), None
 
     def gather(self, rows: Tensor) -> Tensor:

@@ -56,8 +56,11 @@ class Fleet(BaseModel):
             require_positive("tolerance", config.tolerance)
         if fleet.mode == "free" and config.participation != 1.0:
             raise CadenError("`participation` works only in lockstep: free-running peers sleep when they like.")
-        if config.messages or config.links != 1.0:
-            raise CadenError("`messages` and `links` simulate a network and cannot be set for a real one: remove them.")
+        if set(config.messages) - {"top", "bits", "trigger"} or config.links != 1.0:
+            raise CadenError(
+                "`messages.loss`, `messages.delay` and `links` simulate a network and cannot be set for a real one: "
+                "remove them."
+            )
         return fleet
 
     @classmethod

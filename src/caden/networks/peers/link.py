@@ -1,8 +1,8 @@
 """The links between peers, on Zenoh. They exist along the graph's edges only.
 
 Every peer repeatedly pushes small notices: its newest version, its progress, and what it knows of every agent's state.
-A lost notice does not matter. Rows are pulled: a peer that needs one asks its owner, who keeps the last few. So no
-sender waits for a receiver, a slow receiver skips versions, and a silent one costs no memory. A reply is checked
+A lost notice does not matter. Rows are pulled: a peer that needs one asks its owner, who keeps the last few (`offers`).
+So no sender waits for a receiver, a slow receiver skips versions, and a silent one costs no memory. A reply is checked
 (sender, version, size, dtype, checksum, finite numbers) before it is used. Invalid messages are dropped and counted.
 """
 
@@ -16,17 +16,19 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Any
+from pathlib import Path as FilePath
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from caden.errors import CadenError, Interrupted, RunError
 from caden.graphs import Graph
+from caden.networks.codec import Codec
 from caden.networks.peers.fleet import Fleet
+from caden.networks.peers.offers import Offers, apply_difference
 from caden.networks.peers.session import key, zenoh_config
-from caden.networks.peers.transports import LANES
+from caden.networks.peers.transports import HEADER, KEPT_ROUNDS, LANES, Path, Received
 from caden.networks.peers.wire import (
     AGREED,
     CHUNK,
@@ -46,13 +48,20 @@ from caden.networks.peers.wire import (
 WINDOW = 4  # replies requested at the same time
 BEAT = 0.2  # seconds between two notices
 ASK = 2.0  # seconds a reply may take
-KEPT_ROUNDS = 2  # lockstep: rounds whose rows can still be fetched, besides the current one
 
 
 def _bytes(row: Tensor) -> memoryview:
     """Return the memory of a row, for reading or writing."""
     array: Any = row.numpy()
     return memoryview(array).cast("B")
+
+
+class _Fetched(NamedTuple):
+    """What a neighbour replied: its newest row, by itself or as a difference to version `base`; None: nothing newer."""
+
+    version: int
+    base: int
+    row: Tensor | None
 
 
 class ZenohLink:
@@ -64,9 +73,10 @@ class ZenohLink:
         graph: Graph,
         agent: int,
         like: Tensor,
-        home: Path = Path(),
-        folder: Path | None = None,
+        home: FilePath = FilePath(),
+        folder: FilePath | None = None,
         stop: threading.Event | None = None,
+        codec: Codec | None = None,
     ):
         try:
             import zenoh
@@ -80,9 +90,10 @@ class ZenohLink:
         self._free = fleet.mode == "free"
         self._changed = threading.Condition()
         self._announcing = threading.Lock()  # keeps notices in the order in which they were made
-        self._published: dict[int, dict[int, Tensor]] = {}  # version -> neighbour -> row
-        self._pinned: dict[int, tuple[int, Tensor]] = {}  # the row that a neighbour is fetching in pieces
+        self._codec, self._dim = codec if self._free else None, like.numel() - (HEADER if self._free else 0)
+        self._offers = Offers(self._free, self._codec, self._dim)
         self._newest_rows: dict[int, tuple[int, Tensor]] = {}  # neighbour -> its newest version and row
+        self._paths: dict[int, Path] = {j: [] for j in self.neighbours}  # ... and how it came about
         self._announced = dict.fromkeys(self.neighbours, -1)  # newest version that each has announced
         self._rounds_done = dict.fromkeys(self.neighbours, -1)  # rounds that each has done; -1: not started
         self._notice_times = dict.fromkeys(self.neighbours, -1.0)  # when the last notice of each came
@@ -156,54 +167,84 @@ class ZenohLink:
                 if received.version > known.version:
                     self._progress_times[agent] = now
 
-    def _fetch(self, neighbour: int, version: int, like: Tensor) -> tuple[int, Tensor] | None:
-        """Fetch a row of the neighbour, the newest for version -1; return None if it is not available now."""
-        total = like.numel() * like.element_size()
-        row = torch.empty(like.shape, dtype=like.dtype)
-        memory = _bytes(row)
+    def _fetch(self, neighbour: int, version: int, like: Tensor, base: int = -1) -> _Fetched | None:
+        """Fetch a row of the neighbour, or for version -1 what is newer than `base`; None if it is not available now.
+
+        The first reply says how many pieces there are; it may be a difference to `base`, or say that nothing is newer.
+        """
+        sizes = {like.dtype: like.numel() * like.element_size()}
+        data, wanted, asks_for_newest = bytearray(), sizes[like.dtype] if version >= 0 else 1, version < 0
+        if asks_for_newest and base >= 0 and self._codec is not None:
+            difference = self._codec.size(self._dim, like.element_size())
+            sizes |= {torch.uint8: difference + (like.numel() - self._dim) * like.element_size()}
         waiting: deque[tuple[int, Any]] = deque()
-        offsets = deque(range(0, total, CHUNK))
+        offsets, its_base = deque(range(0, wanted, CHUNK)), -1
         try:
             while offsets or waiting:
                 while offsets and len(waiting) < (WINDOW if version >= 0 else 1):
                     offset = offsets.popleft()
-                    selector = f"{self._key('row', neighbour, self._agent)}?v={version};o={offset}"
+                    selector = f"{self._key('row', neighbour, self._agent)}?v={version};o={offset};b={base}"
                     waiting.append((offset, self._session.get(selector, timeout=ASK)))
                 offset, replies = waiting.popleft()
                 reply = next((r.ok for r in replies if r.ok is not None), None)
                 if reply is None:
                     return None
                 header = b"" if reply.attachment is None else bytes(reply.attachment)
-                received, digest = read_row_header(header, neighbour, like.dtype, total, offset, len(reply.payload))
-                if (version >= 0 and received != version) or received < 0:
+                if asks_for_newest and base >= 0 and len(reply.payload) == 0:
+                    sizes = {torch.uint8: 0}
+                piece_header = read_row_header(header, neighbour, sizes, offset, len(reply.payload))
+                received, piece_base, total, digest = piece_header
+                if (version >= 0 and received != version) or received < 0 or piece_base not in (-1, base):
                     raise Refused("a row of another version")
-                version, piece = received, bytes(reply.payload)
+                if asks_for_newest:  # the first piece
+                    asks_for_newest, version, base, its_base = False, received, piece_base, piece_base
+                    offsets = deque(range(CHUNK, total, CHUNK))
+                piece = bytes(reply.payload)
                 if checksum(piece) != digest:
                     raise Refused("a damaged row")
-                memory[offset : offset + len(piece)] = piece
-            if not bool(row.isfinite().all()):
-                raise Refused("a row with non-finite numbers")
-            return version, row
-        except Refused as why:
+                data += piece
+            return self._decoded(neighbour, version, its_base, data, like)
+        except (Refused, RunError) as why:
             self._refuse(neighbour, why)
         except self._zenoh.ZError:
             pass
         return None
 
+    def _decoded(self, neighbour: int, version: int, base: int, data: bytearray, like: Tensor) -> _Fetched:
+        """Return the row that was fetched in pieces; without a row if nothing is newer."""
+        if base >= 0 and not data:
+            return _Fetched(version, base, None)
+        if base < 0:
+            row = torch.frombuffer(data, dtype=like.dtype).clone()
+        elif self._codec is None:
+            raise Refused("a difference that was not asked for")
+        else:
+            copy = self._newest_rows[neighbour][1]
+            row = apply_difference(copy, torch.frombuffer(data, dtype=torch.uint8), self._codec, self._dim)
+        if not bool(row.isfinite().all()):
+            raise Refused("a row with non-finite numbers")
+        return _Fetched(version, base, row)
+
     def _fetch_newest_rows(self, neighbour: int) -> None:
         """Fetch the newest row of a neighbour whenever it announces one."""
+        asked = -1  # the announcement that was last followed
         while not self._closing.is_set():
             with self._changed:
                 latest = self._newest_rows[neighbour][0] if neighbour in self._newest_rows else -1
-                if self._announced[neighbour] <= latest:
+                announced = self._announced[neighbour]
+                if announced <= max(latest, asked):
                     self._changed.wait(BEAT)
                     continue
-            fetched = self._fetch(neighbour, -1, self._like)
-            if fetched is None or fetched[0] <= latest:
+            fetched = self._fetch(neighbour, -1, self._like, latest)
+            if fetched is not None and fetched.row is None:
+                asked = announced
+            if fetched is None or fetched.row is None or fetched.version <= latest:
                 self._closing.wait(0.05)
                 continue
             with self._changed:
-                self._newest_rows[neighbour] = fetched
+                self._newest_rows[neighbour] = (fetched.version, fetched.row)
+                if self._codec is not None:
+                    self._paths[neighbour].append((fetched.version, fetched.base))
                 self._row_times[neighbour] = time.monotonic()
                 self._rows_received += 1
                 self._changed.notify_all()
@@ -222,24 +263,18 @@ class ZenohLink:
                 continue
             try:
                 parameters = dict(part.split("=") for part in str(query.parameters).split(";"))
-                version, offset = int(parameters["v"]), int(parameters["o"])
+                version, offset, base = (int(parameters[name]) for name in "vob")
             except (KeyError, ValueError):
                 self._refuse(neighbour, "a malformed query")
                 continue
             with self._changed:
-                if version < 0:
-                    version = max((v for v, rows in self._published.items() if neighbour in rows), default=-1)
-                    if version >= 0:
-                        self._pinned[neighbour] = (version, self._published[version][neighbour])
-                row = self._published.get(version, {}).get(neighbour)
-                if row is None and version >= 0 and self._pinned.get(neighbour, (-1,))[0] == version:
-                    row = self._pinned[neighbour][1]
-            if row is None or not 0 <= offset < row.numel() * row.element_size():
+                offer = self._offers.answer(neighbour, version, base, offset)
+            data = memoryview(b"") if offer is None or not offer.data.numel() else _bytes(offer.data)
+            if offer is None or not 0 <= offset <= max(len(data) - 1, 0):
                 query.drop()
                 continue
-            data = _bytes(row)
             piece = bytes(data[offset : offset + CHUNK])
-            header = pack_row(self._agent, version, row.dtype, len(data), offset, piece)
+            header = pack_row(self._agent, offer.version, offer.base, offer.data.dtype, len(data), offset, piece)
             with self._changed:
                 self.wire_bytes += len(piece) + len(header)
             with suppress(self._zenoh.ZError):
@@ -249,8 +284,7 @@ class ZenohLink:
     def _announce(self) -> None:
         with self._announcing:
             with self._changed:
-                newest = max(self._published, default=-1)
-                note = pack_note(self._agent, newest, self.rounds, self.table)
+                note = pack_note(self._agent, self._offers.newest, self.rounds, self.table)
                 self.wire_bytes += len(note) * len(self.neighbours)
             with suppress(self._zenoh.ZError):
                 self._publisher.put(note)
@@ -261,34 +295,22 @@ class ZenohLink:
 
     def publish(self, version: int, rows: Mapping[int, Tensor]) -> None:
         began = time.monotonic()
-        copies: dict[int, Tensor] = {}
-        for j, row in rows.items():
-            same = next((copies[k] for k in copies if rows[k] is row), None)
-            copies[j] = row.detach().clone() if same is None else same
         with self._changed:
-            self._published[version] = copies
-            # A neighbour is at most one round behind, and may have to repeat a round.
-            oldest = version - 1 if self._free else (version // LANES - KEPT_ROUNDS) * LANES
-            for old in [v for v in self._published if v < oldest]:
-                del self._published[old]
+            self._offers.add(version, rows)
         self._announce()
         self.slowest = max(self.slowest, time.monotonic() - began)
 
     def buffers(self) -> dict[str, Tensor]:
         """Return what a restarted peer must know and be able to send again."""
         with self._changed:
-            table = torch.tensor([list(entry) for entry in self.table])
-            rows = {f"{v}.{j}": row for v, by_agent in self._published.items() for j, row in by_agent.items()}
-            return {"table": table} | rows
+            return {"table": torch.tensor([list(entry) for entry in self.table])} | self._offers.buffers()
 
     def restore(self, buffers: dict[str, Tensor], members: set[int]) -> None:
         """Restore what `buffers` returned; `members` count until they have been silent for too long."""
         with self._changed:
             self._members_before = members
             self._merge([Entry(*entry) for entry in buffers.pop("table").tolist()])
-            for name, row in buffers.items():
-                version, neighbour = map(int, name.split("."))
-                self._published.setdefault(version, {})[neighbour] = row
+            self._offers.restore(buffers)
 
     # The interface that a peer uses.
 
@@ -321,8 +343,8 @@ class ZenohLink:
                 ready = self._changed.wait_for(announced, BEAT)
             if ready:
                 fetched = self._fetch(neighbour, version, like)
-                if fetched is not None:
-                    return fetched[1]
+                if fetched is not None and fetched.row is not None:
+                    return fetched.row
                 behind = self._announced[neighbour] // LANES - version // LANES
                 if behind > KEPT_ROUNDS:
                     raise RunError(
@@ -395,11 +417,17 @@ class ZenohLink:
         """Return the agents that have finished."""
         return {agent for agent, entry in enumerate(self.table) if entry.flags & FINISHED}
 
-    def read(self, step: int) -> dict[int, tuple[int, Tensor]]:
+    def read(self, step: int) -> dict[int, Received]:
         if step < 0:
             self.await_start()
         with self._changed:
-            return dict(self._newest_rows)
+            received = {j: Received(*newest, self._paths[j]) for j, newest in self._newest_rows.items()}
+            self._paths = {j: [] for j in self.neighbours}
+            return received
+
+    def rounds_done(self, neighbour: int) -> int:
+        """Return the rounds that a neighbour has done, as far as this peer has heard."""
+        return self._rounds_done[neighbour]
 
     def stale(self) -> float:
         """Return the age in seconds of the oldest row among the neighbours' newest ones."""

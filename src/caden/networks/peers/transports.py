@@ -5,8 +5,8 @@ version of the current exchange. A free-running agent takes the newest message t
 version 0 of a sender's life (`wire.LIFE`) is its start and version t is the message of its step t.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,17 @@ from caden.networks.transport import Transport
 
 HEADER = 8  # free: numbers that may travel with a row
 LANES = 1 << 20  # versions per round in lockstep; the second half is for the agreement after the round
+KEPT_ROUNDS = 2  # lockstep: rounds whose rows can still be fetched, besides the current one
+
+Path = list[tuple[int, int]]  # versions that were fetched one after the other, each with its base (-1: whole)
+
+
+class Received(NamedTuple):
+    """The newest row of a neighbour, and how it came about since the last one that was read."""
+
+    version: int
+    row: Tensor
+    path: Path
 
 
 class Link(Protocol):
@@ -36,8 +47,8 @@ class Link(Protocol):
     def members(self, step: int) -> set[int]:
         """Return the neighbours that count after this step."""
 
-    def read(self, step: int) -> dict[int, tuple[int, Tensor]]:
-        """Return the newest version and row of each neighbour that was ever heard."""
+    def read(self, step: int) -> dict[int, Received]:
+        """Return the newest row of each neighbour that was ever heard."""
 
 
 def own_arcs(layout: Layout) -> dict[int, int]:
@@ -66,30 +77,35 @@ class Lockstep(Transport):
     def connect(self, layout: Layout, dim: int) -> None:
         self._layout, self._arc = layout, own_arcs(layout)
         self.neighbours = layout.rows[1:].tolist()
-        self._everyone = torch.ones(layout.graph.agents, dtype=torch.bool)
 
     def begin_round(self, index: int) -> None:
         self._version = (index + 1) * LANES
 
-    def _publish_and_collect(self, out: Mapping[int, Tensor], active: Tensor, like: Tensor) -> dict[int, Tensor]:
-        """Publish if awake, and return what awake neighbours published in this exchange."""
+    def _publish_and_collect(
+        self, out: Mapping[int, Tensor], awaited: Sequence[int], like: Tensor
+    ) -> dict[int, Tensor]:
+        """Publish a row to some neighbours, and return what the awaited ones published in this exchange."""
         version, self._version = self._version, self._version + 1
         if self.quiet:
             return {}
-        if bool(active[self._agent]):
+        if out:
             self._link.publish(version, out)
-        return {j: self._link.wait(j, version, like) for j in self.neighbours if bool(active[j])}
+        return {j: self._link.wait(j, version, like) for j in awaited}
 
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         known = rows.new_zeros(len(self._layout.rows), rows.shape[1])
         known[0] = rows[0]
-        for j, row in self._publish_and_collect(dict.fromkeys(self.neighbours, rows[0]), active, rows[0]).items():
+        out = dict.fromkeys(self.neighbours, rows[0]) if bool(active[self._agent]) else {}
+        awaited = [j for j in self.neighbours if bool(active[j])]
+        for j, row in self._publish_and_collect(out, awaited, rows[0]).items():
             known[1 + self.neighbours.index(j)] = row
         return known
 
-    def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+    def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
         received = self._layout.reverse(arcs)
-        for j, row in self._publish_and_collect({j: arcs[a] for j, a in self._arc.items()}, active, arcs[0]).items():
+        out = {j: arcs[a] for j, a in self._arc.items() if bool(sends[a])}
+        awaited = [j for j, a in self._arc.items() if bool(comes[a])]
+        for j, row in self._publish_and_collect(out, awaited, arcs[0]).items():
             received[self._arc[j]] = row
         return received, None
 
@@ -102,7 +118,7 @@ class Lockstep(Transport):
     def _flood_maximum(self, best: Tensor) -> Tensor:
         """Return the largest of each number over all agents, after as many exchanges as the diameter."""
         for _ in range(self._layout.graph.diameter):
-            heard = self._publish_and_collect(dict.fromkeys(self.neighbours, best), self._everyone, best)
+            heard = self._publish_and_collect(dict.fromkeys(self.neighbours, best), self.neighbours, best)
             best = torch.stack([best, *heard.values()]).amax(0)
         return best
 
@@ -127,6 +143,8 @@ class Free(Transport):
         self._agent, self._link, self._clip = agent, link, clip
         self._index, self._exchanges = -1, 0
         self.fresh: dict[int, int] = {}  # {neighbour: version} received in the last exchange
+        self.paths: dict[int, Path] = {}  # {neighbour: how it came about}
+        self._untaken: dict[int, Path] = {}
 
     def hosts(self, graph: Graph) -> list[int] | None:
         return [self._agent]
@@ -160,14 +178,15 @@ class Free(Transport):
     def _take_new_rows(self) -> dict[int, Tensor]:
         """Return the rows that arrived since the last call."""
         new_rows: dict[int, Tensor] = {}
-        versions, self.fresh = self._known["versions"].clone(), {}
+        versions, self.fresh, self.paths = self._known["versions"].clone(), {}, {}
         if self.quiet:
             return new_rows
-        for j, (version, row) in self._link.read(self._index).items():
+        for j, (version, row, path) in self._link.read(self._index).items():
+            self._untaken.setdefault(j, []).extend(path)
             is_start = version % LIFE == 0  # a start is not a message of a step, nor the reverse
             if version > int(versions[j]) and is_start == (self._index < 0):
                 self.fresh[j] = versions[j] = version
-                new_rows[j] = row
+                self.paths[j], new_rows[j] = self._untaken.pop(j), row
         members = torch.zeros_like(self._known["members"])
         members[sorted(self._link.members(self._index))] = True
         self._known |= {"versions": versions, "members": members}
@@ -183,14 +202,14 @@ class Free(Transport):
             known[1 + self.neighbours.index(j)] = row[: rows.shape[1]]
         return known
 
-    def exchange_arcs(self, arcs: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+    def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
         self._exchanges += 1
         if self._exchanges > 1 or self._index < 0:
             raise self._refusal()
         self._known["life"] = torch.tensor(self._link.life(self._index, self.life))
         version, width = self.life * LIFE + self._index + 1, arcs.shape[1]
         unused = self._dim + HEADER - width
-        self._link.publish(version, {j: _padded(arcs[a], unused) for j, a in self._arc.items()})
+        self._link.publish(version, {j: _padded(arcs[a], unused) for j, a in self._arc.items() if bool(sends[a])})
         received = torch.zeros_like(arcs)
         arrived = torch.zeros(len(arcs), 1, dtype=torch.bool, device=arcs.device)
         for j, row in self._take_new_rows().items():

@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 import torch
 
-FORMAT = 2  # of messages; caden 0.1 spoke format 1, without lives
+FORMAT = 3  # of messages; caden 0.1 spoke format 1, without lives; format 2 had no differences
 CHUNK = 1 << 20  # bytes of a row per reply
 LIFE = 1 << 40  # versions of one life
 LIVES = 1 << 20  # a larger number of lives is a lie
 FINISHED, AGREED = 1, 2
 
 _MAGIC = b"cdn"
-_ROW = struct.Struct("<4sBxHqQQI8s")  # magic, dtype, sender, version, bytes of the row, offset, bytes here, checksum
+_ROW = struct.Struct("<4sBxHqqQQI8s")  # magic, dtype, sender, version, base, all bytes, offset, bytes here, checksum
 _NOTE = struct.Struct("<4sHHqq8s")  # magic, sender, agents, newest version, rounds done, checksum
 _ENTRY = struct.Struct("<qIB")  # an agent's version, its calm sweeps, flags
-_DTYPES = {torch.float32: 0, torch.float64: 1}
-DTYPES = tuple(_DTYPES)
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.uint8: 2}
+DTYPES = (torch.float32, torch.float64)  # of models
 
 
 class Entry(NamedTuple):
@@ -89,23 +89,30 @@ def unpack_note(data: bytes, sender: int, agents: int) -> tuple[int, int, list[E
     return newest, rounds, table
 
 
-def pack_row(sender: int, version: int, dtype: torch.dtype, total: int, offset: int, chunk: bytes) -> bytes:
-    """Encode the header of a piece of a row."""
-    return _ROW.pack(_magic(), _DTYPES[dtype], sender, version, total, offset, len(chunk), checksum(chunk))
+def pack_row(sender: int, version: int, base: int, dtype: torch.dtype, total: int, offset: int, chunk: bytes) -> bytes:
+    """Encode the header of a piece of a row, or of its difference to version `base` if that is not negative."""
+    return _ROW.pack(_magic(), _DTYPES[dtype], sender, version, base, total, offset, len(chunk), checksum(chunk))
 
 
-def read_row_header(
-    header: bytes, sender: int, dtype: torch.dtype, total: int, offset: int, length: int
-) -> tuple[int, bytes]:
-    """Return version and checksum of a piece if its header matches the request, else raise Refused."""
+class RowHeader(NamedTuple):
+    """The header of a piece of a row."""
+
+    version: int
+    base: int
+    total: int
+    digest: bytes
+
+
+def read_row_header(header: bytes, sender: int, sizes: dict[torch.dtype, int], offset: int, length: int) -> RowHeader:
+    """Return the header of a piece if it matches the request, else raise Refused; `sizes` are the bytes of a row."""
     if len(header) != _ROW.size:
         raise Refused("a row without a header")
-    magic, kind, who, version, row_size, position, size, digest = _ROW.unpack(header)
+    magic, kind, who, version, base, total, position, size, digest = _ROW.unpack(header)
     _require_format(magic)
     if who != sender:
         raise Refused("a row from another agent")
-    if kind != _DTYPES[dtype] or row_size != total:
+    if not any(kind == _DTYPES[dtype] and total == bytes_ for dtype, bytes_ in sizes.items()):
         raise Refused("a row of another type or dimension")
     if position != offset or size != length or length != min(CHUNK, total - offset):
         raise Refused("a row of the wrong length")
-    return version, digest
+    return RowHeader(version, base, total, digest)
