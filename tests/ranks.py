@@ -59,10 +59,11 @@ def faulty_networks(transport=None):
         "bits": {"messages": {"bits": 3}},
         "trigger": {"messages": {"trigger": {"first": 0.3, "decay": 0.9}, "bits": 6}},
         "trigger and loss": {"messages": {"loss": 0.2, "trigger": {"first": 0.3, "decay": 0.9}, "top": 0.4}},
+        "top and loss": {"messages": {"loss": 0.2, "top": 0.4}},
         "links": {"links": 0.5},
     }.items():
-        arcs_only = name == "trigger and loss"
-        for kind in ("radmm", "caden_auto") if arcs_only else ("radmm", "gt", "caden"):
+        kinds = {"trigger and loss": ("radmm", "caden"), "top and loss": ("caden_auto",)}
+        for kind in kinds.get(name, ("radmm", "gt", "caden")):
             options = {"participation": 0.5, "deterministic": True, "transport": transport, **faults}
             result = caden.simulate(METHODS[kind](), problem, graph, 20, **options)
             digest = hashlib.sha1(result.x.numpy().tobytes()).hexdigest()

@@ -153,7 +153,7 @@ def test_differences_and_triggers_under_loss_equal_a_textbook_loop(setting):
     degree = np.bincount([i for i, _ in arcs])
     zero = np.zeros(20)
     z, mine, theirs = ({a: zero.copy() for a in arcs} for _ in range(3))  # theirs: what i has heard over (j, i)
-    number, applied, lacks, asked = ({a: 0 for a in arcs} for _ in range(4))
+    number, applied, lacks, asked = (dict.fromkeys(arcs, 0) for _ in range(4))
     sent = size = 0
     for t, (expected, communications, counted) in enumerate(seen):
         pull = {i: sum(z[a] for a in arcs if a[0] == i) for i in range(12)}
@@ -175,13 +175,12 @@ def test_differences_and_triggers_under_loss_equal_a_textbook_loop(setting):
                 post[i, j], sent = (content, "whole" if whole else "part", number[i, j], lacks[i, j]), sent + 1
             else:
                 post[i, j], size = (None, "", number[i, j], lacks[i, j]), size + 1
-        for n, (i, j) in enumerate(arcs):  # the owner of arc (i, j) reads what j sent
-            if not arrives[n]:
-                continue
-            content, kind, its_number, its_lack = post[j, i]
+        for i, j in (arc for arc, came in zip(arcs, arrives) if came):  # the owner of arc (i, j) reads what j sent
+            content, kind, its_number, _ = post[j, i]
             if kind == "whole" or (kind == "part" and its_number == applied[i, j] + 1):
                 theirs[i, j] = content if kind == "whole" else theirs[i, j] + content
                 applied[i, j] = its_number
+            if applied[i, j] == its_number:
                 z[i, j] = (1 - relax) * z[i, j] + relax * theirs[i, j]
             lacks[i, j] = int(applied[i, j] < its_number)
         for n, (i, j) in enumerate(arcs):
@@ -200,7 +199,7 @@ def test_broadcasts_that_are_compressed_must_arrive(setting):
 
 
 def test_mu_z_auto_is_much_the_same_with_and_without_copies(setting):
-    """16 bits change little; the residuals of arcs, also agreed on by max-consensus, differ a little from the agents'."""
+    """16 bits change little; the residuals of arcs, also agreed on by max-consensus, differ from those of agents."""
     runs = [
         caden.simulate(methods.caden(), *setting, 120, local_steps=10, messages=messages)
         for messages in (None, {"bits": 16})

@@ -114,7 +114,7 @@ class Round(NamedTuple):
     graph: Graph  # what every agent may know: size, degrees, spectrum
     may_sleep: bool  # False: all agents are awake and all links are up in every round of this run
     lossy: bool  # True: messages may be lost or late, or agents run free; then only arc variables are safe
-    abridged: bool  # True: messages are compressed, or sent only if they say something new
+    abridged: str  # "compressed", "triggered" (sent only if they say something new), or ""
     curvature: Tensor | None  # (k,) each agent's Lipschitz constant, as estimated by the warm-up
     accuracy: float | None  # local solves may stop at this relative error (`Objective`)
     broadcast: Callable[[Tensor], Heard]  # awake agents send their row once to all neighbours

@@ -98,12 +98,15 @@ def adopt(own: Tensor, received: Tensor, arrived: Tensor, edges: Edges) -> tuple
 def balance_in_arcs(old: Any, new: Any, round: Round, relax: float) -> Any:
     """Accumulate the residuals of one round of CADEN in arcs; at a check, change mu_z, or propose to.
 
-    A message moves its arc by relax 2 mu_z (x_j - s_e), which gives the primal residual. The dual residual is how much
-    the arcs changed the subproblem.
+    A message moves its arc by relax 2 mu_z (x_j - s_e). An agent does not know s_e, but if that was half-way between the
+    two ends, this less its own move is (x_j - x_i)/2, the primal residual. It takes the anchors to move as it does.
     """
     moved, gradient_change, arcs = new.x - old.x, new.memory.gradient - old.memory.gradient, new.z - old.z
-    apart = round.edges.arc_sum(torch.linalg.vector_norm(arcs, dim=1, keepdim=True) ** 2) / (2 * relax * new.mu_z) ** 2
-    changed = torch.linalg.vector_norm(round.edges.arc_sum(arcs), dim=1, keepdim=True) ** 2
+    weight, owner = 2 * relax * new.mu_z, round.edges.owner()
+    away = arcs / (weight[owner] if weight.ndim else weight) - moved[owner]
+    away = torch.where((arcs != 0).any(1, keepdim=True), away, 0)  # where a message came
+    apart = round.edges.arc_sum(torch.linalg.vector_norm(away, dim=1, keepdim=True) ** 2)
+    changed = torch.linalg.vector_norm(weight * round.degree * moved, dim=1, keepdim=True) ** 2
     curvature = _squared_curvature(new.x, moved, gradient_change).unsqueeze(1)
     tally = old.tally + torch.cat([apart, changed, 0 * curvature], dim=1)
     tally[:, 2:] = torch.maximum(old.tally[:, 2:], curvature)

@@ -213,7 +213,7 @@ def _penalties(mu_z: Tensor, mu_y: float | None, growth: float, index: int) -> t
 
 def _in_arcs(round: Round) -> bool:
     """Return whether the network asks for the arc form."""
-    return round.lossy or round.abridged
+    return round.lossy or bool(round.abridged)
 
 
 def _first_mu(mu_z: float | str, x: Tensor, round: Round, gossip: bool) -> tuple[Tensor, Tensor | None]:
@@ -243,6 +243,8 @@ def _verdict(
         verdict = examine(round.problem, round.graph, mu_z, step_y, relax, round.may_sleep, near_exact)
     if verdict.refusal is not None:
         return Verdict() if unsafe else Verdict(f"{verdict.refusal} (`unsafe=true` runs it anyway.)")
+    if isinstance(mu_z, str) and round.abridged == "triggered":
+        return Verdict(warning='`mu_z = "auto"` grows too large with triggered messages: set a number.')
     if dual == "paper" and (round.may_sleep or round.lossy):
         return Verdict(warning='`dual="paper"` does not reach a stationary point if agents sleep or messages are lost.')
     return verdict

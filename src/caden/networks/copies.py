@@ -6,9 +6,9 @@ Sender and receivers hold a copy of what was sent, and update it alike.
   added to all copies. Whatever was left out is part of the next difference, so an entry that settles is eventually
   known exactly. The first message of each kind is sent whole.
 - Triggers. A message is sent only if the row is further from its copy than a threshold, which may decay. Otherwise a
-  notice of one byte says that the sender is awake. After a broadcast, all continue with the copies, so sums are
-  preserved. An arc without a message stays as it is. Methods that survive compression are exact if the threshold decays
-  to zero; a constant one leaves an error of its order.
+  notice of one byte says that the sender is awake, and all continue with the copy, so sums are preserved. Methods that
+  survive compression are exact if the threshold decays to zero; a constant one leaves an error of its order.
+  Free-running peers have no rounds: there an arc without a message stays as it is.
 
 Where messages may be lost or late, those of an arc are numbered. A difference fits only the copy that its sender had in
 mind: if a number is missing, the receiver asks for the whole row, with every message of its own until that has come.
@@ -96,13 +96,14 @@ class ArcCopies(NamedTuple):
         return Notice(whole, comes & ~whole, self.applied + comes, torch.zeros_like(self.lacking))
 
     def receive(self, rows: Tensor, notice: Notice, came: Tensor, sent: Notice) -> tuple[Tensor, "ArcCopies"]:
-        """Return which messages fit, and the copies with them; `rows` has whole rows, and differences as numbers."""
+        """Return where the copy is what the peer has in mind, and the copies; `rows` has whole rows and differences."""
         fits = notice.whole | (notice.part & (notice.number == self.applied + 1))
         heard = torch.where(notice.whole, rows, torch.where(fits, self.heard + rows, self.heard))
         applied = torch.where(fits, notice.number, self.applied)
         lacking = torch.where(came, (applied < notice.number).long(), self.lacking)
         asked = torch.where(came & ~sent.whole, notice.lacking, self.asked)
-        return fits, self._replace(heard=heard, applied=applied, lacking=lacking, asked=asked)
+        valid = came & (applied == notice.number) & (applied > 0)
+        return valid, self._replace(heard=heard, applied=applied, lacking=lacking, asked=asked)
 
 
 def _packed(rows: Tensor, copies: Tensor, sending: Tensor, codec: Codec | None) -> Tensor:

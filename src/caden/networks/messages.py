@@ -64,9 +64,14 @@ class Messages(NamedTuple):
         return None if self.top is None and self.bits is None else Codec(self.top, self.bits)
 
     @property
+    def abridged(self) -> str:
+        """ "triggered", "compressed", or "" if every message is sent as it is."""
+        return "triggered" if self.trigger is not None else "compressed" if self.codec is not None else ""
+
+    @property
     def shared_copies(self) -> bool:
         """Whether sender and receivers hold a copy of what was sent."""
-        return self.codec is not None or self.trigger is not None
+        return bool(self.abridged)
 
     def worth_sending(self, round: int, change: Tensor) -> Tensor:
         """Return (n, 1) bool: whether rows that changed by (n, d) since they were last sent are sent in a round."""

@@ -49,7 +49,7 @@ class Network:
         self.transport.connect(self.layout, problem.dim)
         self.may_sleep = may_sleep or links is not None
         self.lossy = self.post.model.unreliable or self.transport.sees_only_itself
-        self.abridged = self.post.model.shared_copies
+        self.abridged = self.post.model.abridged
         self.numbers_sent = self.bytes = 0
         self.dim, self._degree = problem.dim, self.layout.degree.to(problem.dtype)
 
@@ -281,9 +281,9 @@ class _Operators:
             everything, came = self._delivery.deliver(channel, exchange, self._index, everything, comes, everything)
             received, header = everything[:, :dim], everything[:, dim + 4 :]
             theirs = Notice.read(everything[:, dim:], came)
-        fits, copies = copies.receive(received, theirs, came, mine)
+        valid, copies = copies.receive(received, theirs, came, mine)
         known.update(zip(names, copies))
-        return torch.cat([copies.heard, header], dim=1), fits
+        return torch.cat([copies.heard, header], dim=1), valid
 
     def average(self, rows: Tensor) -> Tensor:
         model = self._delivery.model

@@ -1,0 +1,136 @@
+"""What docs/theory.md, section 10, says of triggered and compressed messages: each inequality, on runs or by algebra."""
+
+import numpy as np
+import pytest
+import sympy
+import torch
+
+import caden
+from caden import methods
+from caden.solvers import exact
+
+
+@pytest.fixture(scope="module")
+def setting():
+    return caden.problems.quadratic(agents=10, dim=6, seed=1, condition=20.0), caden.graphs.erdos_renyi(
+        10, edges=16, seed=1
+    )
+
+
+class Arcs:
+    """The arc form by hand, on quadratics with exact solves: z -> T z, with T z_ji = R_i(z)_ij = 2 mu x_i - z_ij."""
+
+    def __init__(self, problem, graph, mu):
+        ends = graph.edges.T
+        self.owner = np.concatenate([ends[0], ends[1]])
+        half, self.mu = ends.shape[1], mu
+        self.reverse = np.concatenate([np.arange(half) + half, np.arange(half)])
+        self.A, self.b = problem.hessian.numpy(), problem.linear.numpy()
+        self.degree = np.bincount(self.owner)
+
+    def x(self, z):
+        pull = np.zeros_like(self.b)
+        np.add.at(pull, self.owner, z)
+        weight = self.mu * self.degree[:, None, None] * np.eye(self.b.shape[1])
+        return np.linalg.solve(self.A + weight, (self.b + pull)[:, :, None])[:, :, 0]
+
+    def sent(self, z):
+        return 2 * self.mu * self.x(z)[self.owner] - z
+
+    def T(self, z):
+        return self.sent(z)[self.reverse]
+
+    def fixed_point(self, rounds=20000):
+        z = np.zeros((len(self.owner), self.b.shape[1]))
+        for _ in range(rounds):
+            z, before = (z + self.T(z)) / 2, z
+            if abs(z - before).max() < 1e-15:
+                break
+        return z
+
+
+@pytest.mark.parametrize("mu", [0.05, 0.5, 5.0])
+def test_what_is_sent_is_nonexpansive_in_the_arcs(setting, mu):
+    arcs, rng = Arcs(*setting, mu), np.random.default_rng(0)
+    for _ in range(50):
+        z, w = rng.normal(size=(2, len(arcs.owner), 6)) * rng.uniform(0.01, 10)
+        assert np.linalg.norm(arcs.T(z) - arcs.T(w)) <= np.linalg.norm(z - w) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("relax", [0.5, 0.9])
+def test_a_triggered_run_moves_away_from_the_fixed_point_by_no_more_than_the_threshold(setting, relax):
+    """|z+ - z*| <= |z - z*| + relax mu |thresholds|, in every round; and the limit is the minimiser."""
+    problem, graph = setting
+    mu, first, decay = 0.4, 0.5, 0.9
+    arcs, states = Arcs(problem, graph, mu), []
+    result = caden.simulate(
+        methods.caden(mu, relax=relax, solver=exact()),
+        problem,
+        graph,
+        400,
+        messages={"trigger": {"first": first, "decay": decay}},
+        callbacks=[lambda row, state: states.append(state.z.numpy().copy())],
+    )
+    star = arcs.fixed_point()
+    # The fixed points are not unique: the run tends to one of them, and is compared with that one.
+    limit = states[-1]
+    assert np.linalg.norm(arcs.T(limit) - limit) < 1e-9 * np.linalg.norm(star)
+    away = [np.linalg.norm(z - limit) for z in states]
+    for t in range(1, 200):
+        allowed = relax * mu * first * decay**t * np.sqrt(len(arcs.owner))
+        assert away[t] <= away[t - 1] + allowed + 1e-9
+    assert result.rows[-1]["communications"] < 0.75 * 400 * len(arcs.owner)
+    assert float((result.x - problem.solution).norm(dim=1).max()) < 1e-7
+
+
+def test_the_condition_on_compression_is_that_of_the_two_by_two_system():
+    """|z - z*| and the error of the copies: the matrix of their bounds is stable iff delta < (1 - q)/(1 - q + 2a)."""
+    a, q, delta = sympy.symbols("a q delta", positive=True)
+    matrix = sympy.Matrix([[1 - a * (1 - q), a], [delta * a * (1 + q), delta * (1 + a)]])
+    margin = sympy.factor((sympy.eye(2) - matrix).det())
+    limit = (1 - q) / (1 - q + 2 * a)
+    assert sympy.simplify(margin.subs(delta, limit)) == 0
+    assert sympy.simplify(sympy.diff(margin, delta) + a * (1 - q + 2 * a)) == 0  # it falls with delta: stable below
+    rng = np.random.default_rng(0)
+    for _ in range(300):  # a nonnegative matrix: rho < 1 iff the margin and 1 - its second diagonal entry are positive
+        values = dict(zip((a, q), rng.uniform([0.05, 0.0], [0.95, 0.99])))
+        for factor in (0.98, 1.02):
+            numbers = matrix.subs(values | {delta: float(limit.subs(values)) * factor})
+            radius = max(abs(np.linalg.eigvals(np.array(numbers, dtype=float))))
+            assert (radius < 1) == (factor < 1)
+
+
+@pytest.mark.parametrize("messages", [{"bits": 8}, {"bits": 2}, {"top": 0.5}], ids=str)
+def test_copies_follow_what_they_copy(setting, messages):
+    """|copy - message| <= delta (|last such error| + |change of z|), with delta what the codec left out at most."""
+    problem, graph = setting
+    mu, states, copies = 0.4, [], []
+    method = methods.caden(mu, relax=0.5, solver=exact())
+    delta = 0.0
+    codec = caden.networks.messages.Messages.from_spec(messages).codec
+    arcs = Arcs(problem, graph, mu)
+    z = mu * np.zeros((len(arcs.owner), 6))
+    copy, error, previous = arcs.sent(z) / mu * 0, 0.0, z  # x^0 = 0: the first message is 0 at both ends
+    caden.simulate(
+        method,
+        problem,
+        graph,
+        60,
+        messages=messages,
+        callbacks=[lambda row, state: states.append(state.z.numpy().copy())],
+    )
+    for new in states[:40]:
+        message = arcs.sent(z) / mu
+        change = torch.tensor(message - copy)
+        sent = codec.unpack(codec.pack(change), 6, torch.float64).numpy()
+        left = np.linalg.norm(change.numpy() - sent)
+        delta = left / np.linalg.norm(change.numpy())
+        copy = copy + sent
+        if copies:
+            bound = delta * (error + np.linalg.norm(z - previous) / mu)
+            assert left <= bound * (1 + 1e-9) + 1e-12
+        copies.append(copy)
+        error, previous = left, z
+        z = 0.5 * z + 0.5 * mu * copy[arcs.reverse]
+        np.testing.assert_allclose(z, new, atol=1e-9)  # the run is this loop
+    assert 0 <= delta < 1
