@@ -143,7 +143,18 @@ def test_the_command_with_processes_refuses_in_one_line(tmp_path):
 
 @pytest.mark.parametrize(
     "faults",
-    [["participation=0.5"], *(pytest.param(f, marks=pytest.mark.slow) for f in ([], ["method.name=radmm"]))],
+    [
+        ["participation=0.5"],
+        *(
+            pytest.param(faults, marks=pytest.mark.slow)
+            for faults in (
+                [],
+                ["method.name=radmm"],
+                ["participation=0.5", "messages.bits=3"],
+                ["method.name=gt", "messages.top=0.5", "messages.trigger=0.01"],
+            )
+        ),
+    ],
     ids=str,
 )
 def test_a_run_can_be_resumed_by_any_number_of_processes(tmp_path, faults):
@@ -167,6 +178,18 @@ def test_a_run_can_be_resumed_by_any_number_of_processes(tmp_path, faults):
     columns = ["communications", "bytes", "gradients", "relative_error", "dual_sum"]
     ours, theirs = (pd.read_csv(run / "metrics.csv")[columns] for run in (out, whole))
     pd.testing.assert_frame_equal(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["caden", "gt"])
+def test_fewer_bits_are_fewer_bytes_between_ranks(tmp_path, method):
+    sent = []
+    for name, more in (("plain", []), ("short", ["--set", "messages.bits=2"])):
+        done = caden("run", "--out", str(tmp_path / name), "--processes", "2", "--set", f"method.name={method}", *more)
+        assert done.returncode == 0, done.stderr
+        sent.append(pd.read_csv(tmp_path / name / "metrics.csv")["wire_bytes"])
+    plain, short = (counted.iloc[-1] - counted.iloc[1] for counted in sent)  # the first rows are sent whole
+    assert short < (0.12 if method == "gt" else 0.3) * plain  # arcs: a row for each neighbour instead of each rank
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What docs/theory.md, section 10, says of triggered and compressed messages: each inequality, on runs or by algebra."""
+"""What docs/theory.md, section 10, says of triggered and compressed messages: each inequality on runs or by algebra."""
 
 import numpy as np
 import pytest

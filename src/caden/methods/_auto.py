@@ -98,8 +98,8 @@ def adopt(own: Tensor, received: Tensor, arrived: Tensor, edges: Edges) -> tuple
 def balance_in_arcs(old: Any, new: Any, round: Round, relax: float) -> Any:
     """Accumulate the residuals of one round of CADEN in arcs; at a check, change mu_z, or propose to.
 
-    A message moves its arc by relax 2 mu_z (x_j - s_e). An agent does not know s_e, but if that was half-way between the
-    two ends, this less its own move is (x_j - x_i)/2, the primal residual. It takes the anchors to move as it does.
+    A message moves its arc by relax 2 mu_z (x_j - s_e). An agent does not know s_e, but if that was half-way between
+    the two ends, this less its own move is (x_j - x_i)/2, the primal residual. It takes the anchors to move as it does.
     """
     moved, gradient_change, arcs = new.x - old.x, new.memory.gradient - old.memory.gradient, new.z - old.z
     weight, owner = 2 * relax * new.mu_z, round.edges.owner()
