@@ -75,10 +75,10 @@ def test_blocks_have_scales_of_their_own():
         assert float((back - rows)[0, part].norm() / rows[0, part].norm()) < 0.15
 
 
-@pytest.mark.parametrize("codec", [Codec(top=0.1), Codec(top=0.5), Codec(bits=4)], ids=str)
+@pytest.mark.parametrize("codec", [Codec(top=0.1), Codec(top=0.5)], ids=str)
 def test_bytes_that_no_codec_wrote_are_refused(codec):
     data = codec.pack(rows_of(200)[:1])
-    data[0, : 4 if codec.top == 0.1 else 24] = 255  # an entry 2^32 - 1; too many entries; a scale that is not a number
+    data[0, : 4 if codec.top == 0.1 else 24] = 255  # an entry 2^32 - 1; too many entries
     with pytest.raises(RunError, match="compressed message"):
         codec.unpack(data, 200, torch.float64)
 
@@ -97,8 +97,19 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("asleep", [False, True], ids=["awake", "half awake"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("network", "asleep"),
+    [
+        ("reliable", False),
+        ("lost and late", True),
+        *(
+            pytest.param(network, asleep, marks=pytest.mark.slow)
+            for network in NETWORKS
+            for asleep in (False, True)
+            if (network, asleep) not in (("reliable", False), ("lost and late", True))
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "less", [{"top": 0.05}, {"bits": 1}, {"top": 0.2, "bits": 2}, DECAYING, {**DECAYING, "bits": 4}], ids=str
 )
@@ -107,13 +118,11 @@ def test_caden_is_exact_with_fewer_bytes_over_any_network(setting, less, network
     problem, graph = setting
     options = {"participation": 0.5 if asleep else 1.0, "tolerance": 1e-16, "record_every": 20}
     method = methods.caden(0.4, relax=0.8, solver=exact())
-    plain, short = (
-        caden.simulate(method, problem, graph, 4000, messages={**NETWORKS[network], **more}, **options)
-        for more in ({}, less)
-    )
+    short = caden.simulate(method, problem, graph, 4000, messages={**NETWORKS[network], **less}, **options)
     assert float((short.x - problem.solution).norm(dim=1).max()) < 1e-7
-    assert plain.stopped == short.stopped == "tolerance"
+    assert short.stopped == "tolerance"
     if network == "reliable":
+        plain = caden.simulate(method, problem, graph, 4000, **options)
         assert short.rows[-1]["bytes"] < 0.6 * plain.rows[-1]["bytes"]
 
 

@@ -84,20 +84,50 @@ def test_a_triggered_run_moves_away_from_the_fixed_point_by_no_more_than_the_thr
 
 
 def test_the_condition_on_compression_is_that_of_the_two_by_two_system():
-    """|z - z*| and the error of the copies: the matrix of their bounds is stable iff delta < (1 - q)/(1 - q + 2a)."""
-    a, q, delta = sympy.symbols("a q delta", positive=True)
-    matrix = sympy.Matrix([[1 - a * (1 - q), a], [delta * a * (1 + q), delta * (1 + a)]])
-    margin = sympy.factor((sympy.eye(2) - matrix).det())
-    limit = (1 - q) / (1 - q + 2 * a)
+    """D(z) and the error of the copies: their bounds are stable iff delta < (1 - k)/((1 - k)(1 + a) + 2 a^2)."""
+    a, k, delta = sympy.symbols("a k delta", positive=True)
+    matrix = sympy.Matrix([[k, a], [2 * a * delta, delta * (1 + a)]])
+    margin = (sympy.eye(2) - matrix).det()
+    limit = (1 - k) / ((1 - k) * (1 + a) + 2 * a**2)
     assert sympy.simplify(margin.subs(delta, limit)) == 0
-    assert sympy.simplify(sympy.diff(margin, delta) + a * (1 - q + 2 * a)) == 0  # it falls with delta: stable below
     rng = np.random.default_rng(0)
-    for _ in range(300):  # a nonnegative matrix: rho < 1 iff the margin and 1 - its second diagonal entry are positive
-        values = dict(zip((a, q), rng.uniform([0.05, 0.0], [0.95, 0.99])))
+    for _ in range(300):
+        values = dict(zip((a, k), rng.uniform([0.05, 0.0], [0.95, 0.99])))
         for factor in (0.98, 1.02):
             numbers = matrix.subs(values | {delta: float(limit.subs(values)) * factor})
             radius = max(abs(np.linalg.eigvals(np.array(numbers, dtype=float))))
             assert (radius < 1) == (factor < 1)
+
+
+@pytest.mark.parametrize("relax", [0.5, 0.9])
+def test_a_round_contracts_towards_the_fixed_points_although_the_operator_does_not(setting, relax):
+    arcs, size = Arcs(*setting, 0.4), None
+    shape = (len(arcs.owner), 6)
+    size = shape[0] * shape[1]
+    zero = arcs.T(np.zeros(shape))
+    linear = np.stack([(arcs.T(unit.reshape(shape)) - zero).ravel() for unit in np.eye(size)], axis=1)
+    assert np.linalg.norm(linear, 2) == pytest.approx(1.0)
+    S = (1 - relax) * np.eye(size) + relax * linear
+    _, values, rows = np.linalg.svd(S - np.eye(size))
+    fixed = rows[values < 1e-9]
+    away = np.eye(size) - fixed.T @ fixed
+    assert len(fixed) > 0 and np.linalg.norm(fixed @ S @ away, 2) < 1e-9  # S keeps both parts apart
+    assert np.linalg.norm(away @ S @ away, 2) < 0.9999
+
+
+def test_leaving_silent_arcs_alone_ends_at_a_wrong_point():
+    """Two agents with Hessian I and mu_z = 1: what they send is constant, so one message each would have to suffice."""
+    b, z = np.array([1.0, -3.0]), np.zeros(2)
+    x = (b + z) / 2
+    first = 2 * x - z
+    for _ in range(50):
+        x = (b + z) / 2
+        np.testing.assert_allclose(2 * x - z, first)  # never anything new
+        z = first[::-1] / 2  # relax = 1/2, applied once and then left alone
+    assert abs(x - b.mean() / 1.0).max() > 0.4 and b.mean() == -1.0
+    for _ in range(50):
+        z = z / 2 + first[::-1] / 2  # continuing with the copy
+    np.testing.assert_allclose((b + z) / 2, b.mean())
 
 
 @pytest.mark.parametrize("messages", [{"bits": 8}, {"bits": 2}, {"top": 0.5}], ids=str)

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from caden.errors import CadenError, Interrupted, RunError
 from caden.experiments.peer import run_peer
 from caden.experiments.replay import replay
 from caden.networks import Network
+from caden.networks.codec import Codec
 from caden.networks.peers import Fleet, Free, certify, wire
 from caden.networks.peers.certificates import link_errors, require_valid
 from caden.networks.peers.fleet import free_ports
@@ -162,7 +165,43 @@ def test_a_peer_that_is_stopped_before_its_first_step_can_continue(tmp_path):
     assert isinstance(again, RunError) and "never heard from" in str(again)  # it ran until its time was up
 
 
-@pytest.mark.parametrize("less", [{"bits": 4}, {"trigger": {"first": 0.3, "decay": 0.95}, "top": 0.5}], ids=str)
+def test_free_peers_refuse_triggers_and_peers_refuse_simulated_faults(tmp_path):
+    for mode, messages, word in (("free", {"trigger": 0.1}, "lockstep"), ("lockstep", {"loss": 0.1}, "real one")):
+        with pytest.raises(CadenError, match=word):
+            Fleet.of(fleet_file(tmp_path, mode=mode, messages=messages))
+
+
+def test_replies_that_no_peer_would_send_are_refused(tmp_path):
+    """Differences that pose as rows, rows that pose as differences, empty ones; the link goes on asking."""
+    link = ZenohLink.__new__(ZenohLink)
+    like, codec = torch.zeros(12, dtype=torch.float64), Codec(bits=8)
+    size = codec.size(4, 8) + 64
+    link._codec, link._dim, link._agent, link._folder = codec, 4, 0, None
+    link._newest_rows, link.refused, link._fleet = {1: (5, like)}, Counter(), Fleet.of(fleet_file(tmp_path))
+    link._zenoh = SimpleNamespace(ZError=OSError)
+
+    def fetched(base, dtype, data):
+        header = wire.pack_row(1, 7 if data else 5, base, dtype, len(data), 0, data)
+        reply = SimpleNamespace(ok=SimpleNamespace(attachment=header, payload=data))
+        link._session = SimpleNamespace(get=lambda selector, timeout: [reply])
+        return link._fetch(1, -1, like, 5)
+
+    zeros = torch.zeros(12, dtype=torch.float64)
+    assert torch.equal(fetched(-1, torch.float64, bytes(96)).row, zeros)
+    assert torch.equal(fetched(5, torch.uint8, bytes(size)).row, zeros)
+    assert fetched(5, torch.uint8, b"").row is None  # nothing newer
+    for base, dtype, data in (
+        (-1, torch.uint8, bytes(size)),
+        (5, torch.float64, bytes(96)),
+        (-1, torch.uint8, b""),
+        (4, torch.uint8, bytes(size)),
+        (5, torch.uint8, b"\xff" * size),  # a scale that is not a number
+    ):
+        assert fetched(base, dtype, data) is None
+    assert sum(link.refused.values()) == 5
+
+
+@pytest.mark.parametrize("less", [{"bits": 4}, pytest.param({"top": 0.3}, marks=pytest.mark.slow)], ids=str)
 def test_free_peers_with_short_messages_are_exact_and_replay_to_the_bit(tmp_path, less):
     """Also with a peer that is stopped and continues, whose neighbours' copies it no longer has."""
     method = {"name": "caden", "mu_z": 0.4, "relax": 0.7}
@@ -175,10 +214,9 @@ def test_free_peers_with_short_messages_are_exact_and_replay_to_the_bit(tmp_path
         assert not isinstance(result, Exception), result
         assert result.stopped == "tolerance"
         assert float((result.x[0] - solution).norm()) < 1e-6
-    if "bits" in less:
-        lines = [json.loads(line) for line in (tmp_path / "agent-3" / "versions.jsonl").read_text().splitlines()]
-        bases = [base for line in lines for path in line.get("paths", {}).values() for _, base in path]
-        assert sum(base >= 0 for base in bases) > 0.8 * len(bases)  # nearly all were differences
+    lines = [json.loads(line) for line in (tmp_path / "agent-3" / "versions.jsonl").read_text().splitlines()]
+    bases = [base for line in lines for path in line.get("paths", {}).values() for _, base in path]
+    assert sum(base >= 0 for base in bases) > 0.8 * len(bases)  # nearly all were differences
     assert all(again.same for again in replay(tmp_path))
 
 

@@ -119,7 +119,7 @@ class Round(NamedTuple):
     accuracy: float | None  # local solves may stop at this relative error (`Objective`)
     broadcast: Callable[[Tensor], Heard]  # awake agents send their row once to all neighbours
     # Messages of arcs -> what each arc's owner received, and whether. Columns beyond d are sent as they are, and count
-    # as bytes only. In `init` nothing is received: it says which messages both ends can work out from x^0.
+    # as bytes only. In `init` nothing is received: it is what later messages are compared with.
     exchange: Callable[[Tensor], tuple[Tensor, Tensor]]
     average: Callable[[Tensor], Tensor]  # (k, d) -> (d,) mean over awake agents, through a server
     maximum: Callable[[Tensor], Tensor]  # (k,) -> () largest value over all agents, by max-consensus

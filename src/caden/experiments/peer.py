@@ -151,7 +151,6 @@ class _Peer:
         self.stop, self.show, self.shown_at, self.synced_at = stop, show, 0.0, 0.0
         self.clock, self.calm, self.change, self.time_is_up, self.reason = 0.0, 0, math.inf, False, ""
         self.heard_in_sweep: set[int] = set()  # neighbours from which a row arrived since the last sweep
-        self.rounds_at_sweep: dict[int, int] = {}  # rounds of each neighbour then, if messages are triggered
         self.log = folder / "versions.jsonl"
 
     def work(self) -> Result:
@@ -253,18 +252,16 @@ class _Peer:
         if (tolerance is None and self.fleet.seconds is None) or index == 0 or index % self.config.record_every:
             return ""
         change, late = self.transport.agree(index, self.change, float(self.time_is_up))
-        return "tolerance" if tolerance is not None and change < tolerance else "seconds" if late else ""
+        unsent = Messages.from_spec(self.config.messages).threshold(index)  # changes up to this are not sent
+        return "tolerance" if tolerance is not None and max(change, unsent) < tolerance else "seconds" if late else ""
 
     def _count_calm_sweeps(self, fresh: dict[int, int], members: set[int]) -> None:
         """Count the sweeps without a change above the tolerance, each over all neighbours that are still running."""
         self.heard_in_sweep |= set(fresh)
-        if "trigger" in self.config.messages:  # a neighbour that has gone on without a message has nothing new
-            done = {j: self.link.rounds_done(j) for j in members}
-            self.heard_in_sweep |= {j for j in members if done[j] > self.rounds_at_sweep.setdefault(j, done[j])}
         if self.config.tolerance is None or self.change >= self.config.tolerance:
-            self.calm, self.heard_in_sweep, self.rounds_at_sweep = 0, set(), {}
+            self.calm, self.heard_in_sweep = 0, set()
         elif members <= self.heard_in_sweep and (members or self.transport.neighbours):
-            self.calm, self.heard_in_sweep, self.rounds_at_sweep = self.calm + 1, set(), {}
+            self.calm, self.heard_in_sweep = self.calm + 1, set()
 
     def _log_step(self, step: int) -> None:
         """Log the versions that a step read."""

@@ -184,7 +184,7 @@ def _require_messages(logs: dict[int, dict[int, Any]]) -> None:
     written = {agent: {line["life"] * LIFE + step + 1 for step, line in log.items()} for agent, log in logs.items()}
     for log in logs.values():
         for line in log.values():
-            for sender, version in ((int(j), version) for j, version in line["read"].items()):
+            for sender, version in ((int(j), version) for j in line["read"] for version, _ in _path(line, j)):
                 if version // LIFE < last_life.get(sender, 0) and version not in written[sender]:
                     raise CadenError(
                         f"Agent {sender} lost steps that its neighbours had read (its directory was replaced, or the "

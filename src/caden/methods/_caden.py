@@ -247,6 +247,10 @@ def _verdict(
         return Verdict(warning='`mu_z = "auto"` grows too large with triggered messages: set a number.')
     if dual == "paper" and (round.may_sleep or round.lossy):
         return Verdict(warning='`dual="paper"` does not reach a stationary point if agents sleep or messages are lost.')
+    if dual == "paper" and round.abridged:
+        return Verdict(
+            warning='`dual="paper"` adds up the errors of short messages and may diverge: use `dual="exact"`.'
+        )
     return verdict
 
 

@@ -6,7 +6,7 @@ longer than the row: |v - C(v)| <= |v|. Error feedback then sends that part late
 - Top entries: those of the largest size, with their positions as 32-bit indices or as one bit per entry, whichever is
   shorter.
 - Bits: entries are rounded to 2^bits levels, symmetric about zero. In blocks of `BLOCK` entries, so that layers of
-  different size do not share one scale. Their distance is the best of three: levels up to the largest entry, those of
+  different size do not share one scale. The spacing is the best of three: levels up to the largest entry, those of
   the best uniform quantiser of Gaussian numbers (Max, "Quantizing for minimum distortion", IRE Trans. Inf. Theory 6(1),
   1960), which cuts off the largest entries, and one between. One bit is the sign times the mean size.
 """
@@ -80,8 +80,6 @@ class Codec(NamedTuple):
                 if bool(((kept < 0) | (kept >= width)).any()):
                     raise RunError("A compressed message has an entry that does not exist.")
         values = self._values(reader, entries, dtype)
-        if not bool(values.isfinite().all()):
-            raise RunError("A compressed message has numbers that are not finite.")
         return values if kept is None else values.new_zeros(len(data), width).scatter_(1, kept, values)
 
     def _values(self, reader: "_Reader", entries: int, dtype: torch.dtype) -> Tensor:
@@ -156,11 +154,12 @@ def _pack_bits(codes: Tensor, bits: int) -> Tensor:
         return codes.to(torch.uint8)
     if bits == 16:
         return torch.cat([(codes & 255).to(torch.uint8), (codes >> 8).to(torch.uint8)], dim=1)
-    each = torch.arange(bits, device=codes.device)
-    stream = (codes.unsqueeze(2).to(torch.int32) >> each & 1).to(torch.uint8).flatten(1)
-    stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 8))
-    packed: Tensor = stream.view(len(codes), stream.shape[1] // 8, 8) << torch.arange(8, device=codes.device)
-    return packed.sum(2).to(torch.uint8)
+    stream = torch.stack([(codes >> bit & 1).to(torch.uint8) for bit in range(bits)], dim=2).flatten(1)
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 8)).view(len(codes), -1, 8)
+    packed = torch.zeros_like(stream[:, :, 0])
+    for bit in range(8):
+        packed |= stream[:, :, bit] << bit
+    return packed
 
 
 def _unpack_bits(data: Tensor, width: int, bits: int) -> Tensor:
@@ -169,6 +168,9 @@ def _unpack_bits(data: Tensor, width: int, bits: int) -> Tensor:
         return data.to(torch.int32)
     if bits == 16:
         return data[:, :width].to(torch.int32) | data[:, width:].to(torch.int32) << 8
-    stream = (data.unsqueeze(2) >> torch.arange(8, device=data.device, dtype=torch.uint8) & 1).flatten(1)
-    codes: Tensor = stream[:, : width * bits].reshape(len(data), width, bits) << torch.arange(bits, device=data.device)
-    return codes.sum(2, dtype=torch.int32)
+    stream = torch.stack([data >> bit & 1 for bit in range(8)], dim=2).flatten(1)
+    stream = stream[:, : width * bits].reshape(len(data), width, bits)
+    codes = torch.zeros_like(stream[:, :, 0], dtype=torch.int32)
+    for bit in range(bits):
+        codes |= stream[:, :, bit].to(torch.int32) << bit
+    return codes

@@ -7,8 +7,7 @@ Sender and receivers hold a copy of what was sent, and update it alike.
   known exactly. The first message of each kind is sent whole.
 - Triggers. A message is sent only if the row is further from its copy than a threshold, which may decay. Otherwise a
   notice of one byte says that the sender is awake, and all continue with the copy, so sums are preserved. Methods that
-  survive compression are exact if the threshold decays to zero; a constant one leaves an error of its order.
-  Free-running peers have no rounds: there an arc without a message stays as it is.
+  survive compression are exact if the thresholds have a finite sum; a constant one leaves an error of its order.
 
 Where messages may be lost or late, those of an arc are numbered. A difference fits only the copy that its sender had in
 mind: if a number is missing, the receiver asks for the whole row, with every message of its own until that has come.

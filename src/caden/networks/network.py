@@ -231,26 +231,16 @@ class _Operators:
             return torch.zeros_like(messages), torch.zeros_like(comes)
         if copies_here:
             return self._exchange_copies(channel, exchange, messages, sends, comes)
-        if model.shared_copies:  # free-running peers; their link compresses
-            sends = self._worth_sending(f"{channel}.public", messages[:, :dim], sends)
-            none = torch.zeros_like(sends)
-            kinds = (sends, none) if model.codec is None else (none, sends)
-            self._count_messages(*kinds, dim, messages.element_size())
-        else:
-            self._count(self._sending, dim, dim * messages.element_size())
+        codec, itemsize = (
+            model.codec,
+            messages.element_size(),
+        )  # with one, it is the link of a free peer that compresses
+        self._count(self._sending, dim, dim * itemsize if codec is None else codec.size(dim, itemsize))
         received, came = self._transport.exchange_arcs(messages, sends, comes)
         came = comes if came is None else came
         if not model.unreliable:
             return received, came
         return self._delivery.deliver(channel, exchange, self._index, received, came, received)
-
-    def _worth_sending(self, name: str, rows: Tensor, sends: Tensor) -> Tensor:
-        """Return which arcs send, and remember what they last sent."""
-        known = self._delivery.known
-        if name in known:
-            sends = sends & self._delivery.model.worth_sending(self._index, rows - known[name])
-        known[name] = torch.where(sends, rows, known.get(name, rows))
-        return sends
 
     def _exchange_copies(
         self, channel: str, exchange: int, messages: Tensor, sends: Tensor, comes: Tensor

@@ -61,6 +61,11 @@ class Fleet(BaseModel):
                 "`messages.loss`, `messages.delay` and `links` simulate a network and cannot be set for a real one: "
                 "remove them."
             )
+        if fleet.mode == "free" and "trigger" in config.messages:
+            raise CadenError(
+                "`messages.trigger` works only in lockstep: free-running peers cannot tell that a silent neighbour has "
+                "nothing new, and may end at a wrong point. Use `messages.top` or `messages.bits`."
+            )
         return fleet
 
     @classmethod

@@ -172,8 +172,9 @@ class ZenohLink:
 
         The first reply says how many pieces there are; it may be a difference to `base`, or say that nothing is newer.
         """
-        sizes = {like.dtype: like.numel() * like.element_size()}
-        data, wanted, asks_for_newest = bytearray(), sizes[like.dtype] if version >= 0 else 1, version < 0
+        whole = like.numel() * like.element_size()
+        sizes = {like.dtype: whole}
+        data, wanted, asks_for_newest = bytearray(), whole if version >= 0 else 1, version < 0
         if asks_for_newest and base >= 0 and self._codec is not None:
             difference = self._codec.size(self._dim, like.element_size())
             sizes |= {torch.uint8: difference + (like.numel() - self._dim) * like.element_size()}
@@ -196,9 +197,12 @@ class ZenohLink:
                 received, piece_base, total, digest = piece_header
                 if (version >= 0 and received != version) or received < 0 or piece_base not in (-1, base):
                     raise Refused("a row of another version")
+                if (piece_base >= 0) != (total != whole):
+                    raise Refused("a row of another type or dimension")
                 if asks_for_newest:  # the first piece
                     asks_for_newest, version, base, its_base = False, received, piece_base, piece_base
                     offsets = deque(range(CHUNK, total, CHUNK))
+                    sizes = {dtype: size for dtype, size in sizes.items() if size == total}
                 piece = bytes(reply.payload)
                 if checksum(piece) != digest:
                     raise Refused("a damaged row")
@@ -221,7 +225,7 @@ class ZenohLink:
         else:
             copy = self._newest_rows[neighbour][1]
             row = apply_difference(copy, torch.frombuffer(data, dtype=torch.uint8), self._codec, self._dim)
-        if not bool(row.isfinite().all()):
+        if row.shape != like.shape or not bool(row.isfinite().all()):
             raise Refused("a row with non-finite numbers")
         return _Fetched(version, base, row)
 
@@ -244,7 +248,8 @@ class ZenohLink:
             with self._changed:
                 self._newest_rows[neighbour] = (fetched.version, fetched.row)
                 if self._codec is not None:
-                    self._paths[neighbour].append((fetched.version, fetched.base))
+                    before = self._paths[neighbour] if fetched.base >= 0 else []  # a whole row needs nothing before it
+                    self._paths[neighbour] = [*before, (fetched.version, fetched.base)]
                 self._row_times[neighbour] = time.monotonic()
                 self._rows_received += 1
                 self._changed.notify_all()
@@ -264,6 +269,8 @@ class ZenohLink:
             try:
                 parameters = dict(part.split("=") for part in str(query.parameters).split(";"))
                 version, offset, base = (int(parameters[name]) for name in "vob")
+                if not -1 <= base < LIVES * LIFE:
+                    raise ValueError
             except (KeyError, ValueError):
                 self._refuse(neighbour, "a malformed query")
                 continue
@@ -424,10 +431,6 @@ class ZenohLink:
             received = {j: Received(*newest, self._paths[j]) for j, newest in self._newest_rows.items()}
             self._paths = {j: [] for j in self.neighbours}
             return received
-
-    def rounds_done(self, neighbour: int) -> int:
-        """Return the rounds that a neighbour has done, as far as this peer has heard."""
-        return self._rounds_done[neighbour]
 
     def stale(self) -> float:
         """Return the age in seconds of the oldest row among the neighbours' newest ones."""

@@ -84,6 +84,8 @@ class Offers:
             return None
         if newest <= base:
             return Offer(base, base, torch.empty(0, dtype=torch.uint8))
+        if last is not None and (last.version, last.base) == (newest, base):
+            return last
         row, known = self._rows[newest][neighbour], self._copies.get(neighbour, {})
         if self._codec is None or base not in known:
             self._answers[neighbour] = Offer(newest, -1, row)

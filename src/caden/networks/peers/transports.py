@@ -182,7 +182,8 @@ class Free(Transport):
         if self.quiet:
             return new_rows
         for j, (version, row, path) in self._link.read(self._index).items():
-            self._untaken.setdefault(j, []).extend(path)
+            before = [] if path and path[0][1] < 0 else self._untaken.get(j, [])  # a whole row needs nothing before it
+            self._untaken[j] = [*before, *path]
             is_start = version % LIFE == 0  # a start is not a message of a step, nor the reverse
             if version > int(versions[j]) and is_start == (self._index < 0):
                 self.fresh[j] = versions[j] = version
