@@ -136,12 +136,10 @@ FREE = {
 }
 
 
+@pytest.mark.slow  # kills and short messages, below, run the same in less time
 @pytest.mark.parametrize(
     "method",
-    [
-        FREE["method"],
-        *(pytest.param({"name": name}, marks=pytest.mark.slow) for name in ("caden", "caden_gd", "lt_admm")),
-    ],
+    [FREE["method"], {"name": "caden"}, {"name": "caden_gd"}, {"name": "lt_admm"}],
     ids=lambda method: method["name"],
 )
 def test_free_peers_agree_on_the_minimiser_and_replay_to_the_bit(tmp_path, method):
