@@ -8,7 +8,8 @@ import torch
 import caden
 from caden import methods, solvers
 from caden.core import Objective
-from caden.schedules import Draw, Workload, auto
+from caden.draws import Draw
+from caden.schedules import Workload, auto
 
 SOLVERS = ["lbfgs", "gd", "agd", "newton", {"name": "adam", "step_size": 0.05}]
 

@@ -16,9 +16,9 @@ import torch
 
 import ranks
 from caden import graphs, launcher, problems
+from caden.draws import Draw
 from caden.errors import CadenError
 from caden.networks import Memory, Network, cluster
-from caden.schedules import Draw
 
 HERE = Path(__file__).parent
 

@@ -6,11 +6,11 @@ import torch
 
 import caden
 from caden import methods
+from caden.draws import Draw
 from caden.errors import RunError
 from caden.networks.codec import BLOCK, Codec
 from caden.networks.messages import Messages
 from caden.networks.peers.offers import Offers, apply_difference
-from caden.schedules import Draw
 from caden.solvers import exact
 
 CODECS = [Codec(top=0.3), Codec(top=0.01), Codec(bits=1), Codec(bits=3), Codec(bits=8), Codec(bits=11), Codec(bits=16)]

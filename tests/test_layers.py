@@ -9,7 +9,7 @@ import caden
 
 ROOT = Path(caden.__file__).parent
 # From the ground up. A room may import what stands above it in this list, and itself.
-ROOMS = ["_version", "errors", "launcher", "registry", "_tensor", "graphs", "schedules", "core", "curvature"]
+ROOMS = ["_version", "errors", "launcher", "registry", "_tensor", "graphs", "draws", "schedules", "core", "curvature"]
 ROOMS += ["data", "solvers", "problems", "theory", "methods"]
 ROOMS += ["networks", "engine", "report", "experiments", "reproduce", "cli", "__main__"]
 

@@ -7,8 +7,8 @@ import torch
 import caden
 import oracles
 from caden import methods
+from caden.draws import Draw
 from caden.networks.messages import Messages
-from caden.schedules import Draw
 from caden.solvers import exact
 from conftest import distance
 

@@ -9,7 +9,7 @@ import torch
 import caden
 import oracles
 from caden import methods
-from caden.schedules import Draw
+from caden.draws import Draw
 from caden.solvers import agd, exact, gd
 from conftest import distance, masks, scheduled
 

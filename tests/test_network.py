@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import caden
+from caden.draws import Draw
 from caden.networks import Network
-from caden.schedules import Draw
 
 D = 6
 

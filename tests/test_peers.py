@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 import caden
 from caden.cli import app
+from caden.draws import Draw
 from caden.engine import checkpoint
 from caden.errors import CadenError, Interrupted, RunError
 from caden.experiments.peer import run_peer
@@ -34,7 +35,6 @@ from caden.networks.peers.certificates import link_errors, require_valid
 from caden.networks.peers.fleet import free_ports
 from caden.networks.peers.link import ZenohLink
 from caden.networks.peers.transports import Received
-from caden.schedules import Draw
 from conftest import newest
 from peers import QUADRATIC, as_process, as_threads, fleet_file, until
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from caden import CadenError
-from caden.schedules import Draw, Participation, Workload, between, from_spec, switch
+from caden.draws import Draw
+from caden.schedules import Participation, Workload, between, from_spec, switch
 
 
 def test_draws_are_pure_functions_of_seed_label_round_and_agent():

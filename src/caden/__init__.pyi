@@ -1,4 +1,5 @@
 from . import data as data
+from . import draws as draws
 from . import graphs as graphs
 from . import methods as methods
 from . import problems as problems

@@ -9,7 +9,7 @@ messages on a wire.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -124,10 +124,14 @@ class Round(NamedTuple):
     average: Callable[[Tensor], Tensor]  # (k, d) -> (d,) mean over awake agents, through a server
     maximum: Callable[[Tensor], Tensor]  # (k,) -> () largest value over all agents, by max-consensus
     uniform: Callable[[str], float]  # a random number shared by all agents, by label
+    elapsed: float = 0.0  # the part of the run that is over, for schedules; in [0, 1)
 
-    def objective(self, slope: Tensor, rho: Tensor, overshoot: float = 0.25) -> Objective:
-        """Return the awake agents' subproblems f_i(v) + slope_i.(v - x_i) + rho_i/2 |v - x_i|^2."""
-        return Objective(self.problem, slope, rho, self.accuracy, overshoot)
+    def objective(self, slope: Tensor, rho: Tensor, overshoot: float = 0.25, elsewhere: bool = False) -> Objective:
+        """Return the awake agents' subproblems f_i(v) + slope_i.(v - x_i) + rho_i/2 |v - x_i|^2.
+
+        `elsewhere`: the solve starts at another point than the last one ended, so its gradient is unknown.
+        """
+        return Objective(self.problem, slope, rho, self.accuracy, overshoot, elsewhere, self.elapsed)
 
 
 class Info(NamedTuple):
@@ -139,6 +143,7 @@ class Info(NamedTuple):
     fallbacks: int = 0  # local steps that replaced their direction by a safe gradient step
     stalled: tuple[int, ...] = ()  # rows that found no acceptable point
     steps: Tensor | None = None  # (k,) local steps that each agent took
+    seen: Tensor | None = None  # (k,) mean loss of the batches that each agent saw in this round
     heard: Heard | None = None  # the broadcast of x, if the method adapts to it
 
 
@@ -197,8 +202,10 @@ class Problem:
     device: torch.device
     start: Tensor | None = None  # (d,) or (m, d) default starting point of a run; None: zero
     hessian: Tensor | None = None  # (m, d, d) if the f_i are quadratic
+    shapes: Sequence[torch.Size] | None = None  # of the parameters that x consists of, if it is a model's
     execution: str = ""  # "loop" or "turns": agents are evaluated one by one, so one may run ahead of the others
-    stochastic: bool = False  # True: the functions of one round; values of other rounds belong to other functions
+    metrics_cost: float = 0.0  # of `glance` per agent, in gradients of the functions of a round
+    stochastic: bool = False  # True: the functions of one draw, such as a mini-batch, and not those to be minimised
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return values (k',) and gradients (k', d) at x (k', d) of the agents `rows` (all agents if None)."""
@@ -217,8 +224,22 @@ class Problem:
         return {}
 
     def at(self, round: int) -> Problem:
-        """Return the functions of a round, if they change from round to round, as mini-batches do."""
+        """Return the functions of a round, if they are drawn anew in each, as mini-batches are; round -1 is the start.
+
+        A solver that does not want one function for the whole solve asks these for others: see `redraw`.
+        """
         return self
+
+    def redraw(self, step: int) -> Problem:
+        """Return the functions of a local step of the same round, drawn anew; those of step 0 are `at(round)`."""
+        return self
+
+    def prepare(self, rows: Tensor | None) -> None:
+        """Begin to read the samples of these rows; `value_and_grad` will be called for them."""
+
+    def glance(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the metrics of `evaluate`, perhaps on fewer samples, for rounds in between."""
+        return self.evaluate(x)
 
     def module(self, vector: Tensor) -> nn.Module:
         """Return the user's model with the parameters `vector` (d,)."""
@@ -290,6 +311,8 @@ class Objective(NamedTuple):
     rho: Tensor  # (k, 1)
     accuracy: float | None = None
     overshoot: float = 0.25
+    elsewhere: bool = False  # f and its gradient at x are unknown: this is not where the last solve ended
+    elapsed: float = 0.0  # the part of the run that is over
 
 
 class Solved(NamedTuple):
@@ -310,3 +333,4 @@ class LocalSolver(NamedTuple):
     solve: Callable[[Objective, Tensor, Tensor, Any], Solved]  # objective, x, work (k,), memory
     name: str = "solver"
     exact: bool = False  # any amount of work solves a quadratic subproblem
+    fresh: bool = False  # it draws mini-batches anew for every local step; False: one function for the whole solve

@@ -1,37 +1,22 @@
 """Which agents are awake, which links are up and how many local steps each agent takes, round by round.
 
-Every random draw is a pure function of (seed, label, round, agent): any process can evaluate any draw, and a resumed
-run gets the same ones. A schedule is a function ``(round, draw) -> number or one value per agent``.
+A schedule is a function ``(round, draw) -> number or one value per agent``; its random draws come from `draw`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from caden.draws import Draw
 from caden.errors import CadenError, require_integer, require_number
 from caden.graphs import Graph
 from caden.registry import make
-
-
-class Draw(NamedTuple):
-    """Random numbers by label: `draw.uniform(label, round)` is one number in [0, 1) per agent."""
-
-    seed: int
-    agents: int
-
-    def uniform(self, label: str, round: int, count: int | None = None) -> np.ndarray:
-        """Return (agents,) numbers; entry i depends only on (seed, label, round, i)."""
-        key = hashlib.blake2b(f"{self.seed}/{label}".encode(), digest_size=16).digest()
-        stream = np.random.Philox(key=np.frombuffer(key, np.uint64), counter=[0, 0, 0, round + 1])
-        return np.random.Generator(stream).random(self.agents if count is None else count)
-
 
 Schedule = Callable[[int, Draw], Any]
 

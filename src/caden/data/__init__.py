@@ -18,6 +18,14 @@ from caden.data._partition import iid as iid
 from caden.data._partition import partition_from_spec as partition_from_spec
 from caden.data._partition import shards as shards
 from caden.data._partition import sizes as sizes
+from caden.data._shards import Held as Held
+from caden.data._shards import OnDemand as OnDemand
+from caden.data._shards import Reader as Reader
+from caden.data._shards import Shard as Shard
+from caden.data._shards import held as held
+from caden.data._shards import is_lazy as is_lazy
+from caden.data._shards import leaves as leaves
+from caden.data._shards import over as over
 from caden.errors import CadenError, require_choice
 
 Samples = tuple[Tensor, Tensor]

@@ -3,6 +3,7 @@ this one object; each decides itself what to record and when to end."""
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,27 +25,58 @@ from caden.schedules import Workload
 _GROWTH = 1e8  # a model whose norm exceeds this many times 1 + the largest at the start has diverged
 
 
+class _Tally:
+    """Gradients and their seconds, counted in threads."""
+
+    def __init__(self) -> None:
+        self.gradients, self.seconds, self.lock = 0, 0.0, Lock()
+
+
 class CountingProblem(Problem):
     """A problem that counts and times its gradients, one per agent and evaluation; in a round it is that round's."""
 
     def __init__(self, problem: Problem):
-        self.whole = self._now = problem
+        self.whole, self._now, self._tally = problem, problem.at(-1), _Tally()
         self.agents, self.dim, self.dtype, self.device = problem.agents, problem.dim, problem.dtype, problem.device
-        self.hessian, self.execution, self.stochastic = problem.hessian, problem.execution, problem.stochastic
-        self.gradients, self.seconds, self._lock = 0, 0.0, Lock()  # agents may be evaluated in threads
-
-    def begin_round(self, round: int) -> CountingProblem:
-        """Switch to the functions of a round."""
-        self._now = self.whole.at(round)
+        self.hessian, self.execution, self.shapes = problem.hessian, problem.execution, problem.shapes
         self.stochastic = self._now.stochastic
-        return self
+
+    @property
+    def gradients(self) -> int:
+        return self._tally.gradients
+
+    @gradients.setter
+    def gradients(self, count: int) -> None:
+        self._tally.gradients = count
+
+    @property
+    def seconds(self) -> float:
+        return self._tally.seconds
+
+    def forget(self) -> None:
+        """Count from zero again."""
+        self._tally.gradients, self._tally.seconds = 0, 0.0
+
+    def _of(self, functions: Problem) -> CountingProblem:
+        view = copy.copy(self)
+        view._now, view.stochastic = functions, functions.stochastic
+        return view
+
+    def at(self, round: int) -> CountingProblem:
+        return self._of(self.whole.at(round))
+
+    def redraw(self, step: int) -> CountingProblem:
+        return self._of(self._now.redraw(step))
+
+    def prepare(self, rows: Tensor | None) -> None:
+        self._now.prepare(rows)
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         began = time.perf_counter()
         answer = self._now.value_and_grad(x, rows)
-        with self._lock:
-            self.gradients += len(x)
-            self.seconds += time.perf_counter() - began
+        with self._tally.lock:
+            self._tally.gradients += len(x)
+            self._tally.seconds += time.perf_counter() - began
         return answer
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -69,6 +101,7 @@ class Run:
         self._awake, self._work = awake, work
         self.counts_steps = work.accuracy is not None  # agents decide how many local steps they take
         self.index = 0  # rounds done
+        self.rounds = 0  # rounds planned; 0: unknown
         self.active = network.graph.agents  # how many were awake in the last one
         self.info = Info()
         self.outside: tuple[str, ...] = ()  # conditions that the method is known not to survive
@@ -106,9 +139,10 @@ class Run:
         active, self.info = self._awake(self.index), Info()
         self.active = int(active.sum())
         if self.active:
-            problem = self.problem.begin_round(self.index)
+            problem = self.problem.at(self.index)
             work, accuracy = self._work(self.index), self._work.accuracy
             context = self.network.round(self.index, active, work, problem, self.curvature, accuracy)
+            context = context._replace(elapsed=min(self.index / self.rounds, 1.0) if self.rounds else 0.0)
             self.state, self.info = self.method.advance(self.state, context)
             self.counts["rejected"] += self.info.rejected
             self.counts["fallbacks"] += self.info.fallbacks

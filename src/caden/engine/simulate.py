@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Method, Problem, complete
+from caden.draws import Draw
 from caden.engine.history import Result
 from caden.engine.options import Conditions, Saving, Stopping, group_options, signature_with_options
 from caden.engine.process import deterministic_mode, interruptible
@@ -22,7 +23,7 @@ from caden.methods import CARDS, CONDITIONS, advice_for
 from caden.networks.messages import Messages
 from caden.networks.network import Network
 from caden.networks.transport import Memory, Transport
-from caden.schedules import Draw, Links, Participation, Workload
+from caden.schedules import Links, Participation, Workload
 
 
 def simulate(
@@ -77,6 +78,7 @@ def simulate(
     conditions, stopping, saving = group_options(options)
     transport = Memory() if transport is None else transport
     run, start = prepare(method, problem, graph, conditions, seed, transport, x0)
+    run.rounds = rounds
     if transport.rank == 0:
         warn_outside(run)
     recorder = Recorder(run, saving.path)

@@ -81,7 +81,7 @@ def paper(repeats: int) -> Iterator[Measure]:
 
     def products(agent: int) -> None:
         """Compute only the two large products of an agent's gradient."""
-        inputs = problem.shards[agent][0]
+        inputs = problem.batch(agent)[0]
         torch.mm(inputs, layer.T), torch.mm(hidden.T, inputs)
 
     for carry in (True, False):
@@ -96,7 +96,7 @@ def paper(repeats: int) -> Iterator[Measure]:
             began = time.perf_counter()
             parallel.run_in_threads(products, range(20))
             narrow = 4 * 60_000 * layer.numel() / (time.perf_counter() - began)
-            clocked.seconds, clocked.gradients = 0.0, 0
+            clocked.forget()
             seconds = run()
             speed = clocked.gradients / 20 * flops / clocked.seconds
             gradients.append(speed / limit)
@@ -137,7 +137,7 @@ def _network(agents: int, samples: int, inputs: int, hidden: int) -> Case:
     def loss(shard: tuple[Tensor, Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda x: cross_entropy(functional_call(model, problem._views(x), (shard[0],)), shard[1])
 
-    return Case(problem, [loss(shard) for shard in problem.shards])
+    return Case(problem, [loss(problem.batch(agent)) for agent in range(agents)])
 
 
 CASES: dict[str, tuple[Callable[..., Case], tuple[int, ...], str]] = {

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from caden import schedules
 from caden._tensor.devices import require_device
 from caden.core import Method, Problem, complete
+from caden.draws import Draw
 from caden.engine.history import Result
 from caden.engine.options import Saving, Stopping
 from caden.engine.simulate import simulate
@@ -36,7 +37,7 @@ from caden.networks.messages import Messages
 from caden.networks.transport import Transport
 from caden.problems import PROBLEMS
 from caden.registry import Factory, everything_built, factory, load_object, make, parameters
-from caden.schedules import Draw, Participation, Workload
+from caden.schedules import Participation, Workload
 
 REGISTRIES: dict[str, dict[str, Factory]] = {"method": METHODS, "problem": PROBLEMS, "graph": GRAPHS}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}

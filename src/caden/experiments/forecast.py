@@ -20,6 +20,7 @@ from torch import Tensor
 
 from caden import schedules
 from caden.core import Problem
+from caden.draws import Draw
 from caden.engine.simulate import simulate
 from caden.errors import CadenError, Diverged, RunError
 from caden.experiments.config import DTYPES, Experiment
@@ -87,7 +88,7 @@ def forecast(config: Experiment, built: Built | None = None) -> tuple[Forecast, 
     """Estimate what an experiment needs; also return its problem and graph, unless the state cannot fit."""
     before, available = forget_peak(), _available()
     size, built = _size_or_build(config, built)
-    draw = schedules.Draw(config.seed, size.agents)
+    draw = Draw(config.seed, size.agents)
     schedules.Participation(schedules.from_spec(config.participation), draw)  # refuses bad input early
     steps = schedules.Workload(config.workload, draw)(0)
     graph = make("graph", GRAPHS, config.graph, agents=size.agents, seed=config.seed) if built is None else built[1]

@@ -55,6 +55,7 @@ def prepare_peer(
     transport = Free(agent, link, fleet.clip) if fleet.mode == "free" else Lockstep(agent, link)
     conditions = Conditions(schedules.from_spec(config.participation), config.workload, config.messages)
     run, start = prepare(method, problem, graph, conditions, config.seed, transport)
+    run.rounds = config.rounds
     return run, start, transport
 
 

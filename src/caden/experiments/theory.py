@@ -7,12 +7,13 @@ from torch import Tensor
 from caden import schedules, theory
 from caden.core import Problem
 from caden.curvature import smoothness
+from caden.draws import Draw
 from caden.engine.warmup import start_point, warm_up
 from caden.errors import CadenError, require_positive
 from caden.experiments.config import Experiment
 from caden.methods import CARDS
 from caden.methods._auto import first_penalty
-from caden.schedules import Draw, Participation, Workload
+from caden.schedules import Participation, Workload
 
 
 def start_and_curvature(config: Experiment, problem: Problem) -> tuple[Tensor, Tensor]:

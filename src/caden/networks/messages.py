@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from caden.draws import Draw
 from caden.errors import CadenError, require_choice, require_integer, require_number, require_positive
 from caden.networks.codec import Codec
 from caden.networks.layout import Layout
-from caden.schedules import Draw
 
 
 class Messages(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Edges, Heard, Problem, Round
+from caden.draws import Draw
 from caden.errors import CadenError
 from caden.graphs import Graph
 from caden.networks.copies import ArcCopies, Notice, RowCopies
@@ -18,7 +19,7 @@ from caden.networks.heard import HeardArcs, HeardRows
 from caden.networks.layout import Layout
 from caden.networks.messages import Delivery, Messages
 from caden.networks.transport import Memory, Transport
-from caden.schedules import Draw, Links
+from caden.schedules import Links
 
 NOTICE = 1  # bytes that say that an agent is awake but has nothing to send
 

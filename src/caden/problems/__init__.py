@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 from caden import data as datasets
 from caden.errors import CadenError, require_integer
+from caden.problems._classification import classification as classification
 from caden.problems._functions import functions as functions
 from caden.problems._logistic import logistic as logistic
 from caden.problems._module import Module
 from caden.problems._module import accuracy as accuracy
-from caden.problems._module import classification as classification
-from caden.problems._module import mlp as mlp
+from caden.problems._networks import cnn as cnn
+from caden.problems._networks import mlp as mlp
+from caden.problems._normalisation import group_norm as group_norm
 from caden.problems._quadratic import quadratic as quadratic
 from caden.problems._quadratic import quadratics as quadratics
 
@@ -34,8 +36,14 @@ def _classification_by_name(
     device: str = "cpu",
     hosted: list[int] | None = None,
     batch_size: int | None = None,
+    norm: str = "group",
+    dropout: float = 0.0,
+    microbatch: int | None = None,
+    autocast: str | None = None,
 ) -> Module:
-    """`classification` on a named data set, with the paper's network or a linear model; used by TOML files.
+    """`classification` on a named data set, with the paper's network, a linear model or a CNN; used by TOML files.
+
+    `norm` ("group", "batch" or "none") and `dropout` are for the CNN.
 
     `samples` and `test_samples` limit the data to that many first samples. `validation` holds out that many last
     training samples and measures on them instead of on the test set.
@@ -48,12 +56,18 @@ def _classification_by_name(
         train = (train[0][:-validation], train[1][:-validation])
     train, test = _first("samples", train, samples), _first("test_samples", test, test_samples)
     common = {"weight": weight, "execution": execution, "seed": seed, "dtype": dtype, "device": device}
-    network = _network(model, train, hidden, seed)
-    return classification(network, train, test, agents, partition, hosted=hosted, batch_size=batch_size, **common)  # type: ignore
+    batches = {"batch_size": batch_size, "microbatch": microbatch, "autocast": autocast}
+    network = _network(model, train, hidden, seed, norm, dropout)
+    return classification(network, train, test, agents, partition, hosted=hosted, **batches, **common)  # type: ignore
 
 
 def _network(
-    model: str | Callable[..., nn.Module], train: tuple[Tensor, Tensor], hidden: int = 128, seed: int = 0
+    model: str | Callable[..., nn.Module],
+    train: tuple[Tensor, Tensor],
+    hidden: int = 128,
+    seed: int = 0,
+    norm: str = "group",
+    dropout: float = 0.0,
 ) -> nn.Module:
     """Build the model that a file names, sized for the data."""
     features, classes = train[0][0].numel(), int(train[1].max()) + 1
@@ -65,12 +79,14 @@ def _network(
         layer = nn.Linear(features, classes)
         nn.init.zeros_(layer.weight), nn.init.zeros_(layer.bias)
         return nn.Sequential(nn.Flatten(), layer)
-    raise CadenError(f'`model` must be "mlp", "linear" or "module:function", got {model!r}.')
+    if model == "cnn":
+        return cnn(train[0].shape[1], train[0].shape[-1], classes, hidden, norm, dropout, seed)
+    raise CadenError(f'`model` must be "mlp", "linear", "cnn" or "module:function", got {model!r}.')
 
 
 def network_size(data: Any, model: Any, hidden: Any) -> int | None:
     """Return the number of parameters of a named network without building it; None for other models or wrong values."""
-    if model not in ("mlp", "linear") or data not in list(datasets.DATASETS):
+    if model not in ("mlp", "linear", "cnn") or data not in list(datasets.DATASETS):
         return None
     if not isinstance(hidden, int) or hidden < 1:
         return None

@@ -189,7 +189,7 @@ def _fig2(plan: Plan) -> list[Section]:
     return [
         Section(
             "Fig. 2a: less local work",
-            [f"-Red: 5 local steps in the first {plan.scale.short} rounds, then 1."],
+            [f"-Red: 5 local steps in the first {plan.scale.short} rounds, then 1. auto: at most 5, as many as help."],
             _two(plan, "fig2a-", "Fig. 2a", _lines(less), "fig2", target),
             [_results("fig2a-results", less)],
         ),

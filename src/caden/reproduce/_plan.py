@@ -163,14 +163,16 @@ class Plan:
         return self.store.run("fig 1:", {n: self.base(self.scale.rounds, method=m) for n, m in rules.items()})
 
     def fig2a(self) -> dict[str, Record]:
-        """Run Fig. 2 a: less local work after the first rounds."""
+        """Run Fig. 2 a: less local work after the first rounds, and just enough in all of them."""
         c, _ = self.fit()
         less = {"name": "switch", "first": 5, "then": 1, "at": self.scale.short}
+        enough = {"name": "auto", "most": 5}
         plans = {}
         for name in ("CADEN", "CADEN-GD"):
             method = self.rules(c)[name]
             plans[name] = self.base(self.scale.rounds, method=method)
             plans[f"{name}-Red"] = self.base(self.scale.rounds, method=method, local_steps=less)
+            plans[f"{name}, auto"] = self.base(self.scale.rounds, method=method, local_steps=enough)
         return self.store.run("fig 2a:", plans)
 
     def fig2b(self) -> dict[str, Record]:

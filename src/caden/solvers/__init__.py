@@ -12,6 +12,7 @@ from caden.solvers._exact import exact as exact
 from caden.solvers._gd import gd as gd
 from caden.solvers._lbfgs import lbfgs as lbfgs
 from caden.solvers._newton import newton as newton
+from caden.solvers._torch_optim import torch_optim as torch_optim
 
 SOLVERS: dict[str, Callable[..., LocalSolver]] = {
     "adam": adam,
@@ -20,6 +21,7 @@ SOLVERS: dict[str, Callable[..., LocalSolver]] = {
     "gd": gd,
     "lbfgs": lbfgs,
     "newton": newton,
+    "torch_optim": torch_optim,
 }
 
 

@@ -19,7 +19,7 @@ def adam(step_size: float = 5e-3, beta1: float = 0.9, beta2: float = 0.999, eps:
         raise CadenError(f"`beta1` and `beta2` must lie in [0, 1), got {beta1} and {beta2}.")
 
     def solve(objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
-        now = Iterate(objective, x, memory, work)
+        now = Iterate(objective, x, memory, work, fresh=True)
         first, second = torch.zeros_like(x), torch.zeros_like(x)
         for iteration, rows in now.local_steps():
             g = now.full_gradient(rows)
@@ -31,10 +31,10 @@ def adam(step_size: float = 5e-3, beta1: float = 0.9, beta2: float = 0.999, eps:
                 first[rows], second[rows] = mean, square
             scale = (square / (1 - beta2 ** (iteration + 1))).sqrt_().add_(eps)
             p = -step_size / (1 - beta1 ** (iteration + 1)) * mean / scale
-            now.move(rows, now.evaluate(rows, p), p)
+            now.advance(rows, take_rows(now.x, rows) + p)
         return now.solved()
 
     def init(problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
         return start(problem, x, curvature)
 
-    return LocalSolver(init, solve, "adam")
+    return LocalSolver(init, solve, "adam", fresh=True)

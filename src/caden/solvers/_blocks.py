@@ -22,6 +22,10 @@ class _Block(Problem):
         self.agents, self.dim, self.dtype, self.device = len(self._rows), problem.dim, problem.dtype, problem.device
         self.stochastic = problem.stochastic
 
+    def redraw(self, step: int) -> Problem:
+        part = slice(int(self._rows[0]), int(self._rows[-1]) + 1)
+        return _Block(self._problem.redraw(step), part)
+
     def _global_rows(self, x: Tensor, rows: Tensor | None) -> Tensor:
         return self._rows.to(x.device) if rows is None else rows + self._rows[0]
 
@@ -40,7 +44,7 @@ def in_blocks(solver: LocalSolver) -> LocalSolver:
         if size >= len(x):
             return solver.solve(objective, x, work, memory)
         new, fields = torch.empty_like(x), list(memory)
-        rejected, fallbacks, stalled, steps = 0, 0, list[int](), list[Tensor]()
+        rejected, fallbacks, stalled, steps, seen = 0, 0, list[int](), list[Tensor](), list[Tensor]()
         for first in range(0, len(x), size):
             part = slice(first, min(first + size, len(x)))
             block = Objective(
@@ -57,8 +61,10 @@ def in_blocks(solver: LocalSolver) -> LocalSolver:
             rejected, fallbacks = rejected + info.rejected, fallbacks + info.fallbacks
             stalled += [first + i for i in info.stalled]
             steps += [] if info.steps is None else [info.steps]
-        taken = torch.cat(steps) if steps else None
-        info = Info(fields[0], fields[1], rejected, fallbacks, tuple(stalled), taken)
+            seen += [] if info.seen is None else [info.seen]
+        taken, losses = (torch.cat(part) if part else None for part in (steps, seen))
+        value, gradient = (None, None) if seen else (fields[0], fields[1])
+        info = Info(value, gradient, rejected, fallbacks, tuple(stalled), taken, losses)
         return Solved(new, type(memory)(*fields), info)
 
     return solver._replace(solve=solve)

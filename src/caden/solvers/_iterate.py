@@ -2,6 +2,10 @@
 
 With h_i(v) = f_i(v) + slope_i.(v - x_i) + rho_i/2 |v - x_i|^2 (`core.Objective`), moving from x to x + p changes the
 slope of the proximal part by rho p. So grad h = gradient + slope always holds at the current point.
+
+If f is drawn anew for every local step (`fresh`), the gradient is evaluated before the step, and is that of the step's
+own draw; otherwise it is evaluated after the step, and is known when the next solve begins. Both take one gradient per
+step.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from torch import Tensor
 
 from caden._tensor.rows import row_dots, row_norms, rows_where, take_rows
 from caden.core import Info, Objective, Problem, Solved
+from caden.errors import CadenError
 
 _FLOOR = 8  # in units of the rounding error of the two parts of grad h
 
@@ -27,8 +32,11 @@ class Memory(NamedTuple):
 
 
 def start(problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
-    """Evaluate f at x^0: the only gradient of a run besides those of its local steps."""
-    value, gradient = problem.value_and_grad(x)
+    """Evaluate f at x^0: the only gradient of a run besides those of its local steps.
+
+    Mini-batches are drawn in every round, so there the first gradient is that of the first local step.
+    """
+    value, gradient = (x.new_zeros(len(x)), x * 0) if problem.stochastic else problem.value_and_grad(x)
     known = torch.zeros_like(value) if curvature is None else curvature.to(value)
     return Memory(value, gradient, known)
 
@@ -52,24 +60,31 @@ class Trial(NamedTuple):
 class Iterate:
     """The current point of each agent; methods act only on the given rows."""
 
-    def __init__(self, objective: Objective, x: Tensor, memory: Memory, work: Tensor):
-        if objective.problem.stochastic:  # the stored values belong to another sample
-            rows = (work > 0).nonzero().flatten()
-            value, gradient = objective.problem.value_and_grad(x[rows], rows)
-            memory = memory._replace(
-                value=memory.value.index_copy(0, rows, value), gradient=memory.gradient.index_copy(0, rows, gradient)
-            )
+    def __init__(self, objective: Objective, x: Tensor, memory: Memory, work: Tensor, fresh: bool = False):
         self.problem, self.rho = objective.problem, objective.rho
         self.work, self.steps = work, torch.zeros_like(work)
+        self.x, self.slope = x.clone(), objective.slope.clone()
+        self.value, self.gradient, self.curvature = (part.clone() for part in memory[:3])
+        self._fresh, self._seen = fresh and self.problem.stochastic, torch.zeros_like(self.value)
+        self._next = self.problem  # the functions of the next local step, if they are drawn anew
+        if self.problem.stochastic or objective.elsewhere:  # the stored values belong to other samples, or points
+            self._draw(rows_where(work > 0), self.problem)
         self._accuracy, self._overshoot = objective.accuracy, objective.overshoot
-        self._start = (x, row_norms(memory.gradient + objective.slope)) if objective.accuracy is not None else None
-        self.x = x.clone()
-        self.slope = objective.slope.clone()
-        self.value, self.gradient, self.curvature = (
-            memory.value.clone(),
-            memory.gradient.clone(),
-            memory.curvature.clone(),
-        )
+        self._start = None
+        if self._accuracy is not None:
+            if self._fresh:
+                raise CadenError('`local_steps = "auto"` cannot see through the noise of mini-batches: set a number.')
+            self._start = (x, row_norms(self.gradient + objective.slope))
+
+    def _draw(self, rows: Tensor | None, functions: Problem) -> None:
+        """Evaluate functions at the current points."""
+        value, gradient = functions.value_and_grad(take_rows(self.x, rows), rows)
+        if rows is None:
+            self.value, self.gradient = value, gradient
+            self._seen += value
+        else:
+            self.value[rows], self.gradient[rows] = value, gradient
+            self._seen[rows] += value
 
     def live(self, iteration: int) -> Tensor:
         """Return (k,) which agents take another step: they have work left and are not accurate enough."""
@@ -90,12 +105,26 @@ class Iterate:
             live = self.live(iteration)
             if not bool(live.any()):
                 return
-            yield iteration, rows_where(live)
+            rows = rows_where(live)
+            if self._fresh and iteration > 0:
+                self._draw(rows, self._next)
+            if self._fresh and iteration + 1 < int(self.work.max()):
+                self._next = self.problem.redraw(iteration + 1)
+                self._next.prepare(rows_where(self.work > iteration + 1))
+            yield iteration, rows
 
     def solved(self) -> Solved:
         """Return the result of a solver that stores no more than the common memory."""
         memory = Memory(self.value, self.gradient, self.curvature)
-        return Solved(self.x, memory, Info(self.value, self.gradient, steps=self.steps))
+        return Solved(self.x, memory, self.info())
+
+    def info(self) -> Info:
+        """Return what to report of the solve."""
+        if not self.problem.stochastic:
+            return Info(self.value, self.gradient, steps=self.steps)
+        evaluations = self.steps if self._fresh else (self.work > 0).to(self.work)
+        seen = torch.where(evaluations > 0, self._seen / evaluations, torch.nan)
+        return Info(steps=self.steps, seen=seen)
 
     def full_gradient(self, rows: Tensor | None) -> Tensor:
         """Return grad h at the current points."""
@@ -126,12 +155,29 @@ class Iterate:
         change += take_rows(self.rho, rows).squeeze(1) * length**2 / 2 + 0 * distance
         return Trial(point, value, gradient, gradient_change, length, change, (distance / length).nan_to_num(0, 0))
 
-    def move(self, rows: Tensor | None, trial: Trial, p: Tensor) -> None:
-        """Move to the evaluated point and store the largest curvature met."""
+    def advance(self, rows: Tensor | None, point: Tensor) -> None:
+        """Move to points that no line search has to accept, such as those of Adam."""
+        p = point - take_rows(self.x, rows)
+        if not self._fresh:
+            self.move(rows, self.evaluate(rows, p)._replace(point=point), p)
+            return
+        self._count(rows)
+        if rows is None:
+            self.x = point
+            self.slope.addcmul_(self.rho, p)
+        else:
+            self.x[rows] = point
+            self.slope[rows] = torch.addcmul(self.slope[rows], self.rho[rows], p)
+
+    def _count(self, rows: Tensor | None) -> None:
         if rows is None:
             self.steps += 1
         else:
             self.steps[rows] += 1
+
+    def move(self, rows: Tensor | None, trial: Trial, p: Tensor) -> None:
+        """Move to the evaluated point and store the largest curvature met."""
+        self._count(rows)
         larger = torch.maximum(take_rows(self.curvature, rows), trial.curvature)
         self.curvature = larger if rows is None else self.curvature.index_copy(0, rows, larger)
         if rows is None:

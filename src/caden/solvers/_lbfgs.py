@@ -33,7 +33,7 @@ from caden._tensor.rows import (
     rows_where,
     take_rows,
 )
-from caden.core import Info, LocalSolver, Objective, Problem, Solved
+from caden.core import LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, require_choice, require_integer, require_number
 from caden.solvers._blocks import in_blocks
 from caden.solvers._iterate import Iterate, Memory, Trial, start
@@ -297,7 +297,7 @@ def lbfgs(
         stalled = sorted(local.stalled)
         if stalled:  # the curvature raised there is meant for this solve only
             now.curvature[stalled] = state.curvature[stalled]
-        info = Info(now.value, now.gradient, local.rejected, local.fallbacks, tuple(stalled), now.steps)
+        info = now.info()._replace(rejected=local.rejected, fallbacks=local.fallbacks, stalled=tuple(stalled))
         carried = pairs if carry else no_pairs(x, 0, stored_dtype)
         return Solved(now.x, LBFGSMemory(now.value, now.gradient, now.curvature, *carried), info)
 

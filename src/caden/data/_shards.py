@@ -1,0 +1,157 @@
+"""The samples of each agent: in memory, or read by index when they are used.
+
+Inputs and targets are tensors, or tuples or dictionaries of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from caden.draws import randomness
+from caden.errors import CadenError
+
+
+def over(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to every tensor of nested tuples and dictionaries."""
+    if isinstance(tree, Mapping):
+        return {key: over(part, function) for key, part in tree.items()}
+    if isinstance(tree, tuple | list):
+        return tuple(over(part, function) for part in tree)
+    return function(tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return the tensors of nested tuples and dictionaries."""
+    found: list[Any] = []
+    over(tree, found.append)
+    return found
+
+
+class Shard(Protocol):
+    """The samples of one agent."""
+
+    @property
+    def count(self) -> int:
+        """How many."""
+
+    def read(self, chosen: np.ndarray | slice) -> tuple[Any, Any]:
+        """Return inputs and targets of some of them."""
+
+
+class Held(NamedTuple):
+    """Samples in memory."""
+
+    inputs: Any
+    targets: Tensor
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        return len(leaves(self.inputs)[0])
+
+    def read(self, chosen: np.ndarray | slice) -> tuple[Any, Any]:
+        if not isinstance(chosen, slice):
+            index = torch.from_numpy(chosen).to(self.targets.device)
+            return over(self.inputs, lambda t: t[index]), over(self.targets, lambda t: t[index])
+        return over(self.inputs, lambda t: t[chosen]), over(self.targets, lambda t: t[chosen])
+
+
+class OnDemand(NamedTuple):
+    """Samples that are read from their source whenever they are used."""
+
+    source: Reader
+    indices: np.ndarray
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        return len(self.indices)
+
+    def read(self, chosen: np.ndarray | slice) -> tuple[Any, Any]:
+        return self.source.read(self.indices[chosen])
+
+
+class Reader:
+    """Training samples by index, converted to a dtype and a device as they are read."""
+
+    def __init__(self, data: Any, dtype: torch.dtype, device: str, label: str = "label"):
+        self._data, self._dtype, self._device, self._label = data, dtype, device, label
+        self._arrays = isinstance(data, tuple)
+        self.count = len(data[0]) if self._arrays else len(data)
+
+    def read(self, indices: np.ndarray) -> tuple[Any, Any]:
+        """Return inputs and targets of these samples."""
+        if self._arrays:
+            inputs, targets = (over(part, lambda a: torch.from_numpy(np.array(a[indices]))) for part in self._data)
+        else:
+            inputs, targets = self._split(default_collate([self._data[int(i)] for i in indices]))
+        return over(inputs, self._converted), over(targets, lambda t: self._converted(t, target=True))
+
+    def _split(self, samples: Any) -> tuple[Any, Any]:
+        if isinstance(samples, Mapping):  # as of a Hugging Face dataset
+            if self._label not in samples:
+                raise CadenError(f"The samples have no `{self._label}`: name the column of the targets by `label`.")
+            inputs = {key: part for key, part in samples.items() if key != self._label}
+            return next(iter(inputs.values())) if len(inputs) == 1 else inputs, samples[self._label]
+        if isinstance(samples, tuple | list) and len(samples) == 2:
+            return samples[0], samples[1]
+        raise CadenError("Every sample must be a pair (inputs, target) or a dictionary.")
+
+    def _converted(self, tensor: Tensor, target: bool = False) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.to(self._device, self._dtype)
+        return tensor.to(self._device, torch.int64 if target else None)
+
+    def targets(self) -> np.ndarray:
+        """Return all targets, to split the samples by them: those that the data set offers, else by reading all."""
+        if self._arrays:
+            return np.asarray(self._data[1])
+        for name in ("targets", "labels"):
+            if hasattr(self._data, name):
+                return np.asarray(getattr(self._data, name))
+        if hasattr(self._data, "column_names"):
+            return np.asarray(self._data[self._label])
+        chunks = [self.read(np.arange(a, min(a + 256, self.count)))[1] for a in range(0, self.count, 256)]
+        return torch.cat(chunks).cpu().numpy()
+
+    def is_random(self) -> bool:
+        """Return whether reading a sample twice gives two results, in eight attempts."""
+        if self._arrays:
+            return False
+        seen = []
+        for attempt in range(8):
+            with randomness(0, attempt, 0, 0, of="data"):
+                seen.append(leaves(self.read(np.arange(min(4, self.count)))))
+        return any(not torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))
+
+
+def is_lazy(data: Any) -> bool:
+    """Return whether samples should be read when they are used: data sets, and arrays on disk."""
+    if isinstance(data, Dataset) or (hasattr(data, "column_names") and hasattr(data, "__getitem__")):
+        return not isinstance(data, TensorDataset)
+    return isinstance(data, tuple | list) and any(isinstance(part, np.memmap) for part in data)
+
+
+def held(data: Any, name: str, dtype: torch.dtype, device: str) -> Held:
+    """Return a pair (inputs, targets) of arrays or tensors in memory; inputs may be a tuple or a dictionary of them."""
+    if isinstance(data, TensorDataset):
+        if len(data.tensors) < 2:
+            raise CadenError(f"`{name}` must have inputs and targets.")
+        data = (data.tensors[0] if len(data.tensors) == 2 else data.tensors[:-1], data.tensors[-1])
+    if not isinstance(data, Sequence) or len(data) != 2:
+        raise CadenError(f"`{name}` must be a pair (inputs, targets) or a torch Dataset.")
+    try:
+        inputs, targets = over(data[0], torch.as_tensor), over(data[1], torch.as_tensor)
+    except (TypeError, ValueError):
+        raise CadenError(f"`{name}` must be a pair (inputs, targets) or a torch Dataset.") from None
+    if not isinstance(targets, Tensor):
+        raise CadenError(f"`{name}` must have one tensor of targets.")
+    for part in leaves(inputs):
+        if len(part) != len(targets):
+            raise CadenError(f"`{name}` has {len(part)} inputs but {len(targets)} targets.")
+    inputs = over(inputs, lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device))
+    return Held(inputs, targets.to(device, dtype if targets.is_floating_point() else torch.int64))

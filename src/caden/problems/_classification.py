@@ -1,0 +1,154 @@
+"""Problems from a model and data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from caden._tensor.devices import require_device
+from caden.data import Held, OnDemand, Partition, Reader, Shard, held, is_lazy, leaves, over, partition_from_spec
+from caden.errors import CadenError, require_choice, require_integer
+from caden.problems._module import Loss, Module, Training, accuracy, is_mean
+
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _require_finite(inputs: Any, targets: Tensor, parts: Sequence[np.ndarray]) -> None:
+    """Refuse samples with NaN or infinite entries, and name the agent that holds the first one."""
+    named = [("inputs", part) for part in leaves(inputs)] + [("targets", targets)]
+    for name, data in named:
+        broken = (~data.isfinite()).reshape(len(data), -1).any(1) if data.is_floating_point() else data.new_zeros(0)
+        if bool(broken.any()):
+            sample = int(broken.nonzero()[0])
+            agent = next((i for i, part in enumerate(parts) if sample in part), None)
+            owner = "" if agent is None else f", which belongs to agent {agent}"
+            raise CadenError(
+                f"The {name} of training sample {sample}{owner}, are not finite ({int(broken.sum())} in all)."
+            )
+
+
+def _shards(
+    train: Any, split: Callable[[np.ndarray], list[np.ndarray]], wanted: list[int], lazy: Reader | None, common: Any
+) -> tuple[list[Shard], list[np.ndarray], np.ndarray]:
+    """Return the shards of the wanted agents, the indices of all agents, and all targets."""
+    if lazy is not None:
+        targets = lazy.targets()
+        parts = split(targets)
+        return [OnDemand(lazy, np.asarray(parts[i])) for i in wanted], parts, targets
+    whole = held(train, "train", *common)
+    parts = split(whole.targets.cpu().numpy())
+    _require_finite(whole.inputs, whole.targets, parts)
+    return [Held(*whole.read(np.asarray(parts[i]))) for i in wanted], parts, whole.targets.cpu().numpy()
+
+
+def _source(
+    train: Any, dtype: torch.dtype, device: str, label: str, batch_size: int | None
+) -> tuple[Any, Reader | None]:
+    """Return the data, or a source of them if they are to be read when they are used."""
+    if not is_lazy(train):
+        return train, None
+    source = Reader(train, dtype, device, label)
+    if source.count == 0:
+        raise CadenError("`train` is empty.")
+    on_disk = isinstance(train, tuple | list)
+    if batch_size is None and not on_disk and not source.is_random():  # every round needs them all, and the same
+        return source.read(np.arange(source.count)), None
+    return train, source
+
+
+def classification(
+    model: nn.Module,
+    train: Any,
+    test: Any = None,
+    agents: int = 20,
+    partition: Partition | str | dict[str, Any] | Sequence[Any] = "iid",
+    loss: Loss = cross_entropy,
+    metrics: dict[str, Loss] | None = None,
+    weight: str = "agents",
+    execution: str = "auto",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    hosted: list[int] | None = None,
+    batch_size: int | None = None,
+    loss_is_mean: bool | None = None,
+    microbatch: int | None = None,
+    autocast: str | None = None,
+    label: str = "label",
+) -> Module:
+    """The training of `model` over agents that each hold a shard of `train`, from the model's own parameters.
+
+    Args:
+        model: any module, in the mode that it was given in: dropout draws a mask, batch normalisation uses the
+            statistics of the batch. Parameters with requires_grad=False do not change.
+        train, test: a pair (inputs, targets) of arrays or tensors, or a torch or Hugging Face Dataset; inputs may be a
+            tuple or a dictionary, which the model takes as arguments. A Dataset and a numpy memmap are read when they
+            are used, so random transforms are drawn anew. `test` may be None.
+        partition: "iid", "dirichlet", "shards", "sizes", a table with `name` and parameters, a function
+            (labels, agents, seed) -> index arrays, or the index arrays themselves.
+        loss: (output, target) -> mean over the samples. metrics: name -> (output, target) -> number on the test data.
+        weight: "agents" weights every agent equally, "samples" every sample.
+        execution: gradients by a "loop" over agents, by "vmap", or "auto" (chosen by the shapes).
+        hosted: hold only the shards of these agents.
+        batch_size: samples per mini-batch, drawn anew in each round, or in each local step by solvers that want it;
+            all of them for None.
+        loss_is_mean: promise that `loss` is a mean of one term per sample, so that it may be computed in parts.
+        microbatch: samples per call of the model; gradients of larger batches are added up.
+        autocast: "bfloat16" or "float16" for the model's computations; parameters keep `dtype`.
+        label: the column of the targets, if the samples of a Dataset are dictionaries.
+
+    >>> model = nn.Linear(2, 2)
+    >>> problem = classification(model, (torch.randn(9, 2), torch.randint(2, (9,))), agents=4)
+    >>> problem.agents, problem.dim, [shard.count for shard in problem.shards]
+    (4, 6, [3, 2, 2, 2])
+    """
+    require_integer("agents", agents, least=1)
+    require_choice("weight", weight, ("agents", "samples"))
+    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
+        raise CadenError("`model` must be an nn.Module with parameters to train.")
+    require_device(device)
+    for name, value in (("batch_size", batch_size), ("microbatch", microbatch)):
+        if value is not None:
+            require_integer(name, value, least=1)
+    if autocast is not None:
+        require_choice("autocast", autocast, _AUTOCAST)
+    train, lazy = _source(train, dtype, device, label, batch_size)
+    wanted = list(range(agents)) if hosted is None else hosted
+    shards, parts, targets = _shards(
+        train, lambda labels: partition_from_spec(partition, labels, agents, seed), wanted, lazy, (dtype, device)
+    )
+    held_out = _test_set(test, dtype, device, label)
+    if held_out is not None:
+        _require_same_shape(shards[0].read(slice(0, 1))[0], held_out.inputs)
+    if metrics is None:
+        metrics = {"accuracy": accuracy} if targets.dtype.kind in "iu" else {}
+    counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
+    scale = counts * agents / counts.sum() if weight == "samples" else torch.ones_like(counts)
+    mean = is_mean(loss) if loss_is_mean is None else loss_is_mean
+    random_data = lazy is not None and lazy.is_random()
+    precision = None if autocast is None else _AUTOCAST[autocast]
+    training = Training(loss, metrics, batch_size, seed, mean, microbatch, precision, random_data)
+    model = copy.deepcopy(model).to(device, dtype)
+    return Module(model, shards, held_out, scale[wanted].to(device, dtype), execution, training, wanted)
+
+
+def _test_set(test: Any, dtype: torch.dtype, device: str, label: str) -> Held | None:
+    if test is None:
+        return None
+    if is_lazy(test) and not isinstance(test, tuple | list):
+        source = Reader(test, dtype, device, label)
+        return Held(*source.read(np.arange(source.count)))
+    return held(test, "test", dtype, device)
+
+
+def _require_same_shape(train: Any, test: Any) -> None:
+    shapes = [[tuple(t.shape[1:]) for t in leaves(inputs)] for inputs in (train, over(test, lambda t: t[:1]))]
+    for ours, theirs in zip(*shapes):
+        if ours != theirs:
+            raise CadenError(f"`test` inputs have shape {theirs}, `train` inputs {ours}.")

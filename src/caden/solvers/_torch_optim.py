@@ -1,0 +1,268 @@
+"""Any optimizer of PyTorch as a local solver: each agent's steps follow the gradient of its subproblem."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from caden._tensor.parallel import run_in_threads
+from caden._tensor.rows import row_norms, rows_separately, take_rows
+from caden.core import LocalSolver, Objective, Problem, Solved
+from caden.errors import CadenError, require_choice, require_positive
+from caden.registry import load_object
+from caden.solvers import _iterate
+from caden.solvers._iterate import Iterate, start
+
+Build = Callable[[list[nn.Parameter]], list[Optimizer]]
+Schedule = Callable[[float], float]
+
+# Those whose steps treat every number alike, so that the rows of many agents can be one parameter.
+ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+SCHEDULES: dict[str, Schedule] = {
+    "constant": lambda elapsed: 1.0,
+    "linear": lambda elapsed: 1 - elapsed,
+    "cosine": lambda elapsed: (1 + math.cos(math.pi * elapsed)) / 2,
+}
+
+
+class Memory(NamedTuple):
+    value: Tensor  # (k,)
+    gradient: Tensor  # (k, d)
+    curvature: Tensor  # (k,)
+    taken: Tensor  # (k,) steps taken so far: an optimizer has no state before its first one
+    slots: Tensor  # (k, n) the optimizers' states, in the order of `_Place`
+
+
+class _Place(NamedTuple):
+    """Where a number or tensor of an optimizer's state is kept."""
+
+    parameter: int
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    is_tensor: bool
+
+
+class _Team:
+    """Optimizers of the parameters of one agent, or elementwise ones of the rows of several agents."""
+
+    def __init__(self, rows: Tensor, values: Tensor, shapes: Sequence[torch.Size], together: bool, build: Build):
+        self.rows, self.values = rows, values.clone()  # (g,), (g, d)
+        parts = [self.values] if together else _views(self.values[0], shapes)
+        self.parameters, self._together = [nn.Parameter(part) for part in parts], together
+        self.optimizers = build(self.parameters)
+        self._rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+
+    def _states(self) -> list[dict[str, Any]]:
+        owner = {p: o for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        by_storage = {p.data_ptr(): o.state[p] for p, o in owner.items()}
+        return [by_storage[p.data_ptr()] for p in self.parameters]
+
+    def step(self, gradient: Tensor, factor: float) -> None:
+        """Take one step along (g, d) gradients."""
+        parts = [gradient] if self._together else _views(gradient[0], [p.shape for p in self.parameters])
+        for parameter, part in zip(self.parameters, parts):
+            parameter.grad = part
+        for optimizer, rates in zip(self.optimizers, self._rates):
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * factor
+                for parameter in group["params"]:
+                    if parameter.grad is None:  # a reshaped view
+                        whole = next(p for p in self.parameters if p.data_ptr() == parameter.data_ptr())
+                        assert whole.grad is not None
+                        parameter.grad = whole.grad.view_as(parameter)
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def places(self) -> list[_Place]:
+        """Return where the state is kept, after a step."""
+        places = []
+        for i, state in enumerate(self._states()):
+            for key in sorted(k for k, v in state.items() if v is not None):
+                value = torch.as_tensor(state[key])
+                shape = value.shape[1:] if self._together and value.ndim else value.shape
+                places.append(_Place(i, key, shape, value.dtype, isinstance(state[key], Tensor)))
+        return places
+
+    def load(self, places: list[_Place], slots: Tensor) -> None:
+        """Restore the state from (g, n) numbers."""
+        states = self._states()
+        for place, part in zip(places, torch.split(slots, [p.shape.numel() for p in places], dim=1)):
+            value = part.to(place.dtype, copy=True)
+            if self._together and place.shape:
+                value = value.view(len(self.rows), *place.shape)
+            else:  # one agent, or a number that all of them share, such as the count of steps
+                value = value[0].reshape(place.shape)
+            states[place.parameter][place.key] = value if place.is_tensor else value.item()
+
+    def slots(self, places: list[_Place], like: Tensor) -> Tensor:
+        """Return the state as (g, n) numbers."""
+        states, count = self._states(), len(self.rows)
+        parts = []
+        for place in places:
+            value = torch.as_tensor(states[place.parameter][place.key]).to(like)
+            together = self._together and bool(place.shape)
+            parts.append(value.reshape(count, -1) if together else value.reshape(1, -1).expand(count, -1))
+        return torch.cat(parts, dim=1) if parts else like.new_empty(count, 0)
+
+
+def _views(row: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    parts = torch.split(row, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]
+
+
+def _muon(
+    parameters: list[nn.Parameter], lr: float = 0.01, weight_decay: float = 0.0, **options: Any
+) -> list[Optimizer]:
+    """Muon for matrices (kernels are matrices with a row per output channel), AdamW for vectors."""
+    matrices = [nn.Parameter(p.data.view(len(p), -1)) for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    options = {"adjust_lr_fn": "match_rms_adamw", **options}
+    made: list[Optimizer] = []
+    if matrices:
+        made.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, **options))
+    if vectors:
+        made.append(torch.optim.AdamW(vectors, lr=lr, weight_decay=weight_decay))
+    return made
+
+
+def _builder(optimizer: Any, options: dict[str, Any]) -> tuple[Build, bool]:
+    """Return a function from parameters to optimizers, and whether it treats every number alike."""
+    if isinstance(optimizer, str):
+        known = [n for n in dir(torch.optim) if n[0].isupper() and n not in ("LBFGS", "Optimizer", "SparseAdam")]
+        optimizer = (
+            load_object(optimizer)
+            if ":" in optimizer
+            else getattr(torch.optim, require_choice("optimizer", optimizer, known))
+        )
+    name = getattr(optimizer, "__name__", type(optimizer).__name__)
+    if not callable(optimizer):
+        raise CadenError(f"`optimizer` must be a class of torch.optim, its name, or a function, got {optimizer!r}.")
+    if optimizer is torch.optim.LBFGS:
+        raise CadenError("`torch.optim.LBFGS` needs a closure: use the solver `lbfgs`.")
+    make = _muon if optimizer is torch.optim.Muon else optimizer
+
+    def build(parameters: list[nn.Parameter]) -> list[Optimizer]:
+        try:
+            made = make(parameters, **options)
+        except (TypeError, ValueError) as error:
+            raise CadenError(f"{name} does not accept these options ({error}).") from None
+        return list(made) if isinstance(made, list | tuple) else [made]
+
+    elementwise = any(optimizer is getattr(torch.optim, n) for n in ELEMENTWISE)
+    build([nn.Parameter(torch.zeros(2, 2))])  # wrong options are found at once
+    return build, elementwise
+
+
+def torch_optim(
+    optimizer: type[Optimizer] | Callable[..., Any] | str = "AdamW",
+    carry: bool = True,
+    schedule: str | Schedule = "constant",
+    clip: float | None = None,
+    **options: Any,
+) -> LocalSolver:
+    """`work[i]` steps of an optimizer of PyTorch on each subproblem, each on a fresh mini-batch if there are any.
+
+    Args:
+        optimizer: a class of torch.optim, its name, a class of your own, or a function parameters -> optimizer(s).
+            Muon takes kernels as matrices, and leaves vectors to AdamW.
+        carry: keep its state (moments) from round to round; it rests while the agent sleeps.
+        schedule: factor of the learning rate over the run: "constant", "linear" or "cosine" (both fall to 0), or a
+            function of the part of the run that is over.
+        clip: largest norm of the gradient.
+        options: the optimizer's own, such as `lr` and `weight_decay`.
+
+    >>> torch_optim(torch.optim.AdamW, lr=1e-3, weight_decay=0.01, schedule="cosine").name
+    'torch_optim'
+    """
+    build, elementwise = _builder(optimizer, options)
+    rate = SCHEDULES[require_choice("schedule", schedule, SCHEDULES)] if isinstance(schedule, str) else schedule
+    if clip is not None:
+        require_positive("clip", clip)
+    local = _Optimizers(build, elementwise, carry, rate, clip)
+    return LocalSolver(local.init, local.solve, "torch_optim", fresh=True)
+
+
+class _Optimizers:
+    """The local solver: teams of agents take their steps, and their optimizers' states are rows of the memory."""
+
+    def __init__(self, build: Build, elementwise: bool, carry: bool, rate: Schedule, clip: float | None):
+        self._build, self._elementwise, self._carry, self._rate, self._clip = build, elementwise, carry, rate, clip
+        self._places: dict[tuple[int, bool], list[_Place]] = {}  # a cache: a function of the problem and the options
+
+    def _team(self, problem: Problem, rows: Tensor, values: Tensor) -> _Team:
+        shapes = [torch.Size([problem.dim])] if problem.shapes is None else problem.shapes
+        return _Team(rows, values, shapes, self._together(), self._build)
+
+    def _together(self) -> bool:
+        return self._elementwise and not rows_separately()
+
+    def _layout(self, problem: Problem, x: Tensor) -> list[_Place]:
+        """Return what the optimizer keeps, as a step with zero gradients shows."""
+        key = (problem.dim, self._together())
+        if key not in self._places:
+            trial = self._team(problem, torch.zeros(1, dtype=torch.int64), torch.zeros_like(x[:1]))
+            try:
+                trial.step(torch.zeros_like(x[:1]), 1.0)
+            except TypeError as error:
+                raise CadenError(f"This optimizer cannot be a local solver ({error}).") from None
+            self._places[key] = trial.places()
+        return self._places[key]
+
+    def init(self, problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
+        width = sum(place.shape.numel() for place in self._layout(problem, x)) if self._carry else 0
+        taken = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return Memory(*start(problem, x, curvature), taken, x.new_zeros(len(x), width))
+
+    def solve(self, objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
+        known, places = _iterate.Memory(*memory[:3]), self._layout(objective.problem, x)
+        now = Iterate(objective, x, known, work, fresh=True)
+        teams = []
+        for group in _alike(memory.taken, work, self._together()):
+            teams.append(self._team(objective.problem, group, now.x[group]))
+            if self._carry and int(memory.taken[group[0]]) > 0:
+                teams[-1].load(places, memory.slots[group])
+        factor = self._rate(objective.elapsed)
+        for iteration, rows in now.local_steps():
+            gradient = now.full_gradient(rows)
+            if self._clip is not None:
+                gradient = gradient * (self._clip / (row_norms(gradient) + 1e-6)).clamp(max=1).unsqueeze(1)
+            live = [team for team in teams if int(work[team.rows[0]]) > iteration]
+            now.advance(rows, _step(live, take_rows(now.x, rows), gradient, rows, factor))
+        taken, slots = memory.taken, memory.slots
+        if self._carry and teams:
+            taken, slots = taken + now.steps, slots.clone()
+            for team in teams:
+                slots[team.rows] = team.slots(places, slots)
+        return Solved(now.x, Memory(now.value, now.gradient, now.curvature, taken, slots), now.info())
+
+
+def _step(teams: list[_Team], x: Tensor, gradient: Tensor, rows: Tensor | None, factor: float) -> Tensor:
+    """Return where the teams get from x (k', d), which belongs to `rows`."""
+    point = x.clone()
+    place = None if rows is None else {row: n for n, row in enumerate(rows.tolist())}
+
+    def one(i: int) -> None:
+        own = teams[i].rows
+        at = own if place is None else torch.tensor([place[row] for row in own.tolist()], device=x.device)
+        teams[i].step(gradient[at], factor)
+        point[at] = teams[i].values
+
+    run_in_threads(one, range(len(teams)))
+    return point
+
+
+def _alike(taken: Tensor, work: Tensor, together: bool) -> list[Tensor]:
+    """Return the working rows in groups with the same count of steps, before and in this round; or one by one."""
+    working = (work > 0).nonzero().flatten()
+    if not together:
+        return list(torch.split(working, 1))
+    keys = list(zip(taken[working].tolist(), work[working].tolist()))
+    groups = [[i for i, k in enumerate(keys) if k == key] for key in dict.fromkeys(keys)]
+    return [working[torch.tensor(group, device=working.device)] for group in groups]
