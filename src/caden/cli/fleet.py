@@ -74,7 +74,7 @@ def peer(
 def _status_line(status: dict[str, Any]) -> str:
     causes = [f"agent {j}: {status['causes'].get(str(j), 'silent')}" for j in status["down"]]
     down = f" ({'; '.join(causes)})" if causes else ""
-    return f"agent {status['agent']}: round {status['round']}, loss {status['objective']:.6g}{down}"
+    return f"agent {status['agent']}: round {status['round']}, loss {status['objective'] or 0:.6g}{down}"
 
 
 @fleet_app.command()
@@ -210,7 +210,7 @@ def _table(title: str, states: list[dict[str, Any]], processes: list[subprocess.
         state = status["state"] if ended is None or status["state"] == "done" else f"exit {ended}"
         row = (
             f"{status['round']}",
-            f"{status['objective']:.3g}",
+            "" if status["objective"] is None else f"{status['objective']:.3g}",
             "" if status["accuracy"] is None else f"{status['accuracy']:.1%}",
             " ".join(map(str, status["up"])),
             " ".join(map(str, status["down"])),

@@ -31,6 +31,7 @@ COLUMNS = {
     "bytes": Column("bytes sent", ",", axis=True),
     "accuracy": Column("mean test accuracy", ".2%", measure=True),
     "objective": Column("sum of the local losses", ".6g", measure=True, log=True),
+    "batch_loss": Column("mean loss of the batches seen", ".6g", measure=True, log=True),
     "relative_error": Column("relative error", ".3e", measure=True, log=True, formula="|Σ∇fᵢ|² + Σ|xᵢ−xᵢ₊₁|²"),
     "consensus": Column("distance from consensus", ".3e", measure=True, log=True),
     "lyapunov": Column("Lyapunov function V", ".3e", measure=True, log=True),
@@ -44,6 +45,7 @@ COLUMNS = {
     "local_steps_least": Column("local steps, least", ".0f"),
     "local_steps_most": Column("local steps, most", ".0f"),
     "wire_bytes": Column("bytes sent between processes", ","),
+    "read_seconds": Column("seconds waiting for data", ".2f"),
     "mu_z": Column("mu_z", ".4g"),
     "outside": Column("conditions that the method does not survive", ","),
 }

@@ -9,6 +9,10 @@ from torch import Tensor
 from caden.engine.run import Run
 
 
+def _own(rows: Tensor) -> Tensor:
+    return rows
+
+
 def _square(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64) ** 2)
 
@@ -39,21 +43,49 @@ def _local_steps(steps: Tensor | None, gather: Callable[[Tensor], Tensor]) -> di
     return dict(zip(names, (float(taken.mean()), float(taken.min()), float(taken.max()))))
 
 
-def measure(run: Run) -> dict[str, float | None]:
-    """Return one row of the history, without counters; a method without duals has no `lyapunov` and no `dual_sum`."""
+def measure(run: Run, exact: bool = True, last: bool = True) -> dict[str, float | None]:
+    """Return one row of the history, without counters; a method without duals has no `lyapunov` and no `dual_sum`.
+
+    Without `exact`, nothing is computed on all samples: the loss is that of the batches seen, and the metrics of the
+    test set are those of a fixed sample, in as many rounds as `Run.tested` allows; all of it in the last row.
+    """
     state, problem, gather = run.state, run.problem.whole, run.network.transport.gather
     value, gradient = run.info.value, run.info.gradient
-    if value is None or gradient is None or run.problem.stochastic:  # those of a mini-batch
+    if exact and (value is None or gradient is None or run.problem.stochastic):  # those of a mini-batch
         value, gradient = problem.value_and_grad(state.x)
-    x, value, gradient = gather(state.x), gather(value), gather(gradient)
-    phi = gather(state.phi) if "phi" in state._fields else None
-    row: dict[str, float | None] = {
-        "objective": float(value.sum(dtype=torch.float64)),
-        "relative_error": relative_error(x, gradient),
-        "consensus": consensus(x),
-        "lyapunov": None if phi is None else lyapunov(x, gradient, phi, *run.network.layout.ends),
-        "dual_sum": None if phi is None else float(torch.linalg.vector_norm(phi.sum(0, dtype=torch.float64))),
-    }
+    x, phi = gather(state.x), gather(state.phi) if "phi" in state._fields else None
+    row: dict[str, float | None] = dict.fromkeys(("objective", "relative_error", "consensus", "lyapunov", "dual_sum"))
+    row["consensus"] = consensus(x)
+    if phi is not None:
+        row["dual_sum"] = float(torch.linalg.vector_norm(phi.sum(0, dtype=torch.float64)))
+    if exact and value is not None and gradient is not None:
+        value, gradient = gather(value), gather(gradient)
+        row["objective"] = float(value.sum(dtype=torch.float64))
+        row["relative_error"] = relative_error(x, gradient)
+        if phi is not None:
+            row["lyapunov"] = lyapunov(x, gradient, phi, *run.network.layout.ends)
     if run.counts_steps:
         row |= _local_steps(run.info.steps, gather)
-    return row | {name: float(gather(values).mean()) for name, values in problem.evaluate(state.x).items()}
+    if run.problem.stochastic:
+        row["batch_loss"] = batch_loss(run.info.seen, gather)
+    return row | on_test_data(run, exact or last, gather)
+
+
+def batch_loss(losses: Tensor | None, gather: Callable[[Tensor], Tensor] = _own) -> float | None:
+    """Return the mean loss of the batches that the agents saw in the last round."""
+    seen = None if losses is None else gather(losses)
+    seen = None if seen is None else seen[~seen.isnan()].double()
+    return None if seen is None or not len(seen) else float(seen.mean())
+
+
+def on_test_data(run: Run, everything: bool, gather: Callable[[Tensor], Tensor] = _own) -> dict[str, float | None]:
+    """Return the mean metrics of the test data; None in rounds that do not measure them."""
+    problem, x = run.problem.whole, run.state.x
+    if everything:
+        metrics = problem.evaluate(x)
+    elif run.tested:
+        metrics = problem.glance(x)
+    else:
+        return dict.fromkeys(run.metrics)
+    run.metrics = tuple(metrics)
+    return {name: float(gather(values).mean()) for name, values in metrics.items()}

@@ -75,6 +75,9 @@ class Saving:
     directory: run directory; it must not exist, unless `resume` continues the run in it.
     record_every: rounds between two rows of the history. The last round is always recorded, and with a `target` every
         round until it is reached, so its cost is exact.
+    metrics: "exact" measures every recorded round on all samples. "auto" does so, too, unless there are mini-batches:
+        then the loss is that of the batches seen, the test set a fixed sample of it (all of it in the last row), in as
+        many rounds as cost a tenth of the time.
     checkpoint_every: rounds between two checkpoints.
     config: text to save as config.toml.
     picture: draw the history into the directory at the end.
@@ -83,6 +86,7 @@ class Saving:
     directory: Path | str | None = None
     resume: bool = False
     record_every: int = 1
+    metrics: str = "auto"
     checkpoint_every: int = 25
     config: str = ""
     picture: bool = True
@@ -92,6 +96,7 @@ class Saving:
             require_integer("record_every", self.record_every, least=1),
             require_integer("checkpoint_every", self.checkpoint_every, least=1),
         )
+        require_choice("metrics", self.metrics, ("auto", "exact"))
         if self.resume and self.directory is None:
             raise CadenError("`resume` needs the `directory` of the run.")
 

@@ -73,7 +73,9 @@ class ProgressBar(_Bar):
         """Show the newest row."""
         if not self._on and self._notebook is None:
             return
-        parts = [f"loss {float(row['objective'] or 0) / self._agents:.4g}"]
+        exact, seen = row["objective"], row.get("batch_loss")
+        loss = float(seen or 0) if exact is None else float(exact) / self._agents
+        parts = [f"loss {loss:.4g}"]
         if row.get("accuracy") is not None:
             parts.append(f"accuracy {float(row['accuracy'] or 0):.2%}")
         parts.append(f"consensus {float(row['consensus'] or 0):.1e}")
@@ -101,7 +103,7 @@ class PlanBar(_Bar):
 
     def row(self, row: Row, state: Any) -> None:
         """A callback for `simulate`."""
-        accuracy = f" {float(row['accuracy'] or 0):.2%}" if "accuracy" in row else ""
+        accuracy = f" {float(row['accuracy'] or 0):.2%}" if row.get("accuracy") is not None else ""
         text = f"{self._ended + 1}/{self._runs} {self._name} round {row['round']}{accuracy}"
         self._bar.update(self._task, completed=self._rounds + int(row["round"] or 0), text=text)
 

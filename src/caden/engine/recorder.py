@@ -16,13 +16,13 @@ from caden.engine.run_directory import RunDirectory
 from caden.errors import RunError
 
 
-def full_row(run: Run) -> Row:
+def full_row(run: Run, exact: bool = True, last: bool = True) -> Row:
     """Return a row about all agents: counters, metrics and what the problem adds."""
     network, transport = run.network, run.network.transport
     mine = {"gradients": run.problem.gradients, **run.counts, "wire_bytes": transport.wire_bytes}
     counts = dict(zip(mine, map(int, transport.reduce(list(mine.values()), "sum"))))
     sent = {"wire_bytes": counts.pop("wire_bytes")}
-    measured = measure(run)
+    measured = measure(run, exact, last)
     standard = ("objective", "relative_error", "consensus", "lyapunov", "dual_sum")
     return {
         "round": run.index,
@@ -34,6 +34,7 @@ def full_row(run: Run) -> Row:
         "active": run.active,
         **measured,
         **(sent if transport.world > 1 else {}),
+        **({"read_seconds": run.problem.whole.waited[0]} if run.problem.whole.waited else {}),
         **({"outside": len(run.outside)} if run.outside else {}),
     }
 
@@ -41,8 +42,10 @@ def full_row(run: Run) -> Row:
 class Recorder:
     """Collects the rows of a run and, in the first process, writes its directory, if there is one."""
 
-    def __init__(self, run: Run, directory: Path | None = None, row: Callable[[Run], Row] = full_row):
-        self.run, self._row = run, row
+    def __init__(
+        self, run: Run, directory: Path | None = None, row: Callable[..., Row] = full_row, exact: bool = False
+    ):
+        self.run, self._row, self._exact = run, row, exact or not run.problem.stochastic
         self.rows: list[Row] = []
         self.run_dir = RunDirectory(directory) if directory is not None else None
         self._checkpoints = None if directory is None else Checkpoints(directory, run.network.transport)
@@ -74,7 +77,7 @@ class Recorder:
 
     def record(self) -> Row:
         """Measure and write a row."""
-        row = self._row(self.run)
+        row = self._row(self.run, self._exact, self.run.index == self.run.rounds)
         self.rows.append(row)
         if self._writes:
             with explained(self._writes.path):

@@ -4,9 +4,10 @@ this one object; each decides itself what to record and when to end."""
 from __future__ import annotations
 
 import copy
+import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
@@ -20,8 +21,9 @@ from caden.engine.redeal import redeal
 from caden.engine.warmup import Warmup, start_point, warm_up
 from caden.errors import CadenError
 from caden.networks.network import Network
-from caden.schedules import Workload
+from caden.schedules import Participation, Workload
 
+_TESTS = 10  # rounds may look at the test data at most for one part in so many of their gradients' time
 _GROWTH = 1e8  # a model whose norm exceeds this many times 1 + the largest at the start has diverged
 
 
@@ -94,7 +96,7 @@ class Run:
         method: Method,
         problem: Problem,
         network: Network,
-        awake: Callable[[int], Tensor],
+        awake: Participation,
         work: Workload,
     ):
         self.method, self.problem, self.network = method, CountingProblem(problem), network
@@ -102,6 +104,7 @@ class Run:
         self.counts_steps = work.accuracy is not None  # agents decide how many local steps they take
         self.index = 0  # rounds done
         self.rounds = 0  # rounds planned; 0: unknown
+        self.metrics: tuple[str, ...] = ()  # the problem's own, once measured
         self.active = network.graph.agents  # how many were awake in the last one
         self.info = Info()
         self.outside: tuple[str, ...] = ()  # conditions that the method is known not to survive
@@ -204,6 +207,13 @@ class Run:
         self.index, self.seconds = int(numbers["round"]), numbers["seconds"]
         self.counts = {name: int(numbers[name]) for name in self.counts}
         return part
+
+    @property
+    def tested(self) -> bool:
+        """Whether mini-batch runs look at the test data now: seldom enough to take a tenth of the gradients' time."""
+        gradients = float(self._work(0).double().mean()) * float(self._awake.probability(0).mean())
+        every = math.ceil(_TESTS * self.problem.whole.metrics_cost / max(gradients, 1e-9))
+        return self.index % max(every, 1) == 0
 
     def scalars(self) -> dict[str, float]:
         """Return the single numbers of the method's state, such as mu_z; the largest, if every agent has its own."""

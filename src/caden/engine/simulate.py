@@ -81,7 +81,7 @@ def simulate(
     run.rounds = rounds
     if transport.rank == 0:
         warn_outside(run)
-    recorder = Recorder(run, saving.path)
+    recorder = Recorder(run, saving.path, exact=saving.metrics == "exact" or stopping.tolerance is not None)
     with deterministic_mode(deterministic), interruptible() as interrupted, closing(recorder):
         _begin(run, recorder, start, Warmup.from_spec(warmup), saving, seed)
         if stopping.stop_at_target and (stopping.target is None or "accuracy" not in recorder.rows[0]):

@@ -23,6 +23,7 @@ from caden.core import Method, Problem
 from caden.engine import durable
 from caden.engine.checkpoint import Part
 from caden.engine.history import Result, Row
+from caden.engine.metrics import batch_loss, on_test_data
 from caden.engine.options import Conditions
 from caden.engine.process import deterministic_mode
 from caden.engine.recorder import Recorder
@@ -310,7 +311,7 @@ class _Peer:
             {
                 "agent": self.agent,
                 "round": self.run.index,
-                "objective": last["objective"],
+                "objective": last["objective"] if last["objective"] is not None else last.get("batch_loss"),
                 "accuracy": last.get("accuracy"),
                 "change": self.change,
                 "up": up,
@@ -326,10 +327,10 @@ class _Peer:
     def _neighbours_up(self) -> list[int]:
         return [j for j in self.link.neighbours if self.link.silent(j) < 2.0]
 
-    def _history_row(self, run: Run) -> Row:
+    def _history_row(self, run: Run, exact: bool, last: bool) -> Row:
         """Return a history row with what this agent alone can measure."""
         value, x = run.info.value, run.state.x
-        if value is None:
+        if value is None and exact:
             value = run.problem.whole.value_and_grad(x)[0]
         return {
             "round": run.index,
@@ -338,11 +339,12 @@ class _Peer:
             "bytes": run.network.bytes,
             "wire_bytes": self.link.wire_bytes,
             "gradients": run.problem.gradients,
-            "objective": float(value.sum()),
+            "objective": None if value is None else float(value.sum()),
+            **({"batch_loss": batch_loss(run.info.seen)} if run.problem.stochastic else {}),
             "change": self.change,
             "up": len(self._neighbours_up()),
             "stale": self.link.stale(),
             "slowest_publish": self.link.slowest,
             "refused": sum(self.link.refused.values()),
-            **{name: float(values.mean()) for name, values in run.problem.whole.evaluate(x).items()},
+            **on_test_data(run, exact or last),
         }

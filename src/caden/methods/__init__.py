@@ -13,6 +13,8 @@ from caden.methods._clipped_gossip import clipped_gossip as clipped_gossip
 from caden.methods._dgd import dgd as dgd
 from caden.methods._dinno import dinno as dinno
 from caden.methods._dino import dino as dino
+from caden.methods._dpsgd import dpsgd as dpsgd
+from caden.methods._dpsgd import local as local
 from caden.methods._druid import dlm as dlm
 from caden.methods._druid import druid as druid
 from caden.methods._esom import esom as esom

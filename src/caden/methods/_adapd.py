@@ -51,6 +51,7 @@ def adapd(
     variant: str | None = None,
     degree: int = 2,
     solver: LocalSolver | str | dict[str, Any] = "gd",
+    start: str | None = None,
 ) -> Method:
     """ADAPD, with a local model and a copy of the global one at each agent.
 
@@ -59,6 +60,7 @@ def adapd(
         variant: None, "og" (one gradient per round) or "mc" (Chebyshev mixing).
         degree: exchanges per round of "mc".
         solver: local solver, as an object, a name or a table.
+        start: where local steps begin, as for `caden`; the anchor is x0.
 
     Reference: Mancino-Ball, Xu and Chen, IEEE TSP 71, 2023.
 
@@ -72,6 +74,7 @@ def adapd(
     if variant is not None:
         require_choice("variant", variant, ("og", "mc"))
     local = solvers.from_spec(solver)
+    begins_at_anchor = solvers.starting_point(start, local)
     exchanges = degree if variant == "mc" else 1
 
     def init(x: Tensor, round: Round) -> State:
@@ -86,8 +89,10 @@ def adapd(
             value, gradient = refresh(round, x, memory.value, memory.gradient)
             memory, info = memory._replace(value=value, gradient=gradient), Info(value, gradient)
         else:
-            objective = round.objective(y + (state.x - x0) / eta, 0 * round.degree + 1 / eta)
-            x, memory, info = local.solve(objective, state.x, round.work, memory)
+            elsewhere = begins_at_anchor(round)
+            begin = awake(round, x0, state.x) if elsewhere else state.x
+            objective = round.objective(y + (begin - x0) / eta, 0 * round.degree + 1 / eta, elsewhere=elsewhere)
+            x, memory, info = local.solve(objective, begin, round.work, memory)
         new = awake(round, (x + state.q + eta * (y - z)) / 2, x0)
         y = awake(round, y + (x - new) / eta, y)
         q = awake(round, chebyshev_mix(round, new, exchanges), state.q)

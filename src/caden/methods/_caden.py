@@ -82,6 +82,7 @@ def caden(
     growth: float = 1.0,
     unsafe: bool = False,
     solver: LocalSolver | str | dict[str, Any] = "lbfgs",
+    start: str | None = None,
 ) -> Method:
     """CADEN with its three tuning knobs; the defaults are meant to work without tuning.
 
@@ -89,13 +90,16 @@ def caden(
         mu_z: weight of the pull towards the neighbours. "auto" starts at 0.006 L / (mean degree), where L is the
             largest curvature found by the warm-up (without one, by a few probing gradients), and balances the residuals
             in some of the first 256 rounds. Agents agree on the numbers by max-consensus, counted from round 0 on, or,
-            where messages may be lost or late, by numbers that travel with their messages.
+            where messages may be lost or late, by numbers that travel with their messages. Under mini-batches it stays
+            at its first value, since their noise looks like disagreement.
         mu_y: dual step, `mu_z` if None. Far above it the method diverges, although Theorem 1 of the paper asks for it.
         dual: "exact" (correct over any network) or "paper" (Algorithm 1 to the letter).
         relax: 0.5 in the paper; values up to about 0.9 are usually faster and cost nothing.
         growth: factor by which mu_z and mu_y grow in every round.
         unsafe: run even with parameters that must diverge (see `theory.examine`).
         solver: local solver, as an object, a name or a table.
+        start: where local steps begin: "own" at x_i, "anchor" at the mean of the anchors z_ij. By default the anchor
+            for optimizers on mini-batches, else x_i. In arcs the anchors are unknown, so it is always x_i there.
 
     Reference: Yi, Zeng and Freris, arXiv:2504.04073, 2025.
 
@@ -107,6 +111,7 @@ def caden(
     """
     _require_valid(mu_z, mu_y, dual, relax, growth)
     local = solvers.from_spec(solver)
+    begins_at_anchor = solvers.starting_point(start, local)
 
     def init(x: Tensor, round: Round) -> State:
         if dual == "exact" and _in_arcs(round):
@@ -119,12 +124,10 @@ def caden(
 
     def step(state: State, round: Round) -> tuple[State, Info]:
         mu, step_y = _penalties(state.mu_z, mu_y, growth, round.index)
-        solved = local.solve(
-            round.objective(_pull(state, mu, round), mu * round.degree, (1 - relax) / 2),
-            state.x,
-            round.work,
-            state.memory,
-        )
+        elsewhere = state.z is None and begins_at_anchor(round)
+        begin, slope = _anchor(state, round) if elsewhere else (state.x, _pull(state, mu, round))
+        objective = round.objective(slope, mu * round.degree, (1 - relax) / 2, elsewhere)
+        solved = local.solve(objective, begin, round.work, state.memory)
         state = state._replace(memory=solved.memory)
         if state.z is not None:
             return _arc_update(state, state.z, solved.x, round, relax), solved.info
@@ -136,7 +139,7 @@ def caden(
         return new, solved.info if state.tally is None else solved.info._replace(heard=heard)
 
     def adapt(old: State, new: State, round: Round, info: Info) -> State:
-        if old.tally is None or round.index >= max(CHECKS):
+        if old.tally is None or round.index >= max(CHECKS) or round.problem.stochastic:
             return new
         adapted: State = new
         if old.z is not None:
@@ -270,6 +273,12 @@ def _pull(state: State, mu_z: Tensor, round: Round) -> Tensor:
         return _arc_pull(state.x, state.z, mu_z, round)
     assert state.gap is not None
     return state.phi + mu_z * state.gap
+
+
+def _anchor(state: State, round: Round) -> tuple[Tensor, Tensor]:
+    """Return the mean of each awake agent's anchors, and the pull there: that of the duals alone."""
+    assert state.gap is not None
+    return torch.where(round.active, state.x - state.gap / round.degree.clamp(min=1), state.x), state.phi
 
 
 def _agent_update(state: State, x: Tensor, heard: Heard, round: Round, relax: float, mu_y: Tensor | float) -> State:

@@ -30,13 +30,19 @@ class State(NamedTuple):
 
 
 @register({"rho": 0.2, "growth": 1.0, "solver": "exact"}, BROADCAST, {"rho": PENALTY, "growth": [1.0, 1.0003, 1.003]})
-def dinno(rho: float = 0.05, growth: float = 1.0003, solver: LocalSolver | str | dict[str, Any] = "adam") -> Method:
+def dinno(
+    rho: float = 0.05,
+    growth: float = 1.0003,
+    solver: LocalSolver | str | dict[str, Any] = "adam",
+    start: str | None = None,
+) -> Method:
     """DiNNO: consensus ADMM whose dual moves before the local steps.
 
     Args:
         rho: penalty.
         growth: factor by which `rho` grows in every round.
         solver: local solver, as an object, a name or a table.
+        start: where local steps begin, as for `caden`; the anchors are (x_i + x_j)/2.
 
     Reference: Yu, Vincent and Schwager, IEEE RA-L 7(2), 2022.
 
@@ -48,6 +54,7 @@ def dinno(rho: float = 0.05, growth: float = 1.0003, solver: LocalSolver | str |
     """
     require_positive("rho", rho), require_positive("growth", growth)
     local = solvers.from_spec(solver)
+    begins_at_anchor = solvers.starting_point(start, local)
 
     def init(x: Tensor, round: Round) -> State:
         round.broadcast(x)  # neighbours of a sleeping agent need a row of it
@@ -58,8 +65,12 @@ def dinno(rho: float = 0.05, growth: float = 1.0003, solver: LocalSolver | str |
         heard = round.broadcast(state.x)
         awake_laplacian = state.x - heard.mix(torch.ones(len(round.edges.first), device=state.x.device))
         phi = state.phi + rho_t * awake_laplacian
-        objective = round.objective(phi + rho_t * heard.laplacian(), 2 * rho_t * round.degree)
-        solved = local.solve(objective, state.x, round.work, state.memory)
+        apart, elsewhere, begin = heard.laplacian(), begins_at_anchor(round), state.x
+        if elsewhere:
+            begin = torch.where(round.active, state.x - apart / (2 * round.degree.clamp(min=1)), state.x)
+        slope = phi if elsewhere else phi + rho_t * apart
+        objective = round.objective(slope, 2 * rho_t * round.degree, elsewhere=elsewhere)
+        solved = local.solve(objective, begin, round.work, state.memory)
         return State(solved.x, phi, solved.memory), solved.info
 
     return Method(init, step, "dinno")

@@ -21,7 +21,10 @@ def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[T
 
 
 def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:
-    """Take `work[i]` steps v <- v - step (grad f_i(v) + correction_i) from x; agents without work stay."""
+    """Take `work[i]` steps v <- v - step (grad f_i(v) + correction_i) from x; agents without work stay.
+
+    Mini-batches are drawn anew for every step.
+    """
     if round.accuracy is not None:
         raise CadenError(
             '`local_steps = "auto"` needs a method with a local solver, such as `caden`: unequal numbers of steps bias '
@@ -33,7 +36,8 @@ def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> T
     v = x
     for done in range(int(round.work.max())):
         rows = rows_where(round.work > done)
-        direction = round.problem.value_and_grad(take_rows(v, rows), rows)[1] + take_rows(correction, rows)
+        functions = round.problem.redraw(done) if done else round.problem
+        direction = functions.value_and_grad(take_rows(v, rows), rows)[1] + take_rows(correction, rows)
         v = v.sub(direction, alpha=step) if rows is None else v.index_add(0, rows, direction, alpha=-step)
     return v
 
@@ -44,8 +48,9 @@ def _one_by_one(agent_loop: Callable[..., None], round: Round, x: Tensor, step: 
 
     def descend(i: int) -> None:
         v, row = x[i : i + 1], torch.tensor([i], device=x.device)
-        for _ in range(work[i]):
-            v = v - step * (round.problem.value_and_grad(v, row)[1] + correction[i])
+        for done in range(work[i]):
+            functions = round.problem.redraw(done) if done else round.problem
+            v = v - step * (functions.value_and_grad(v, row)[1] + correction[i])
         new[i] = v[0]
 
     agent_loop(descend, [i for i, steps in enumerate(work) if steps > 0])

@@ -86,7 +86,7 @@ class Module(Problem):
         self.agents, self.dim = len(shards), int(self.start.numel())
         self.dtype, self.device = self.start.dtype, self.start.device
         self.lazy = not all(isinstance(shard, Held) for shard in shards)
-        self.read_seconds = [0.0]  # spent waiting for samples; shared by all views
+        self.waited = [0.0] if self.lazy else None  # shared by all views
 
         self._drawn: tuple[int, int] | None = None  # (round, step) of a view
         self._batches: dict[int, tuple[Any, Any]] = {}
@@ -241,8 +241,8 @@ class Module(Problem):
             coming = self._coming.pop(agent, None)
             began = time.perf_counter()
             self._batches[agent] = self._read(agent, self.indices(agent)) if coming is None else coming.result()
-            if self.lazy:
-                self.read_seconds[0] += time.perf_counter() - began
+            if self.waited is not None:
+                self.waited[0] += time.perf_counter() - began
         return self._batches[agent]
 
     def _read(self, agent: int, chosen: np.ndarray | slice) -> tuple[Any, Any]:

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from caden.core import LocalSolver
-from caden.errors import CadenError
+from caden.core import LocalSolver, Round
+from caden.errors import CadenError, require_choice
 from caden.registry import make
 from caden.solvers._adam import adam as adam
 from caden.solvers._agd import agd as agd
@@ -23,6 +23,19 @@ SOLVERS: dict[str, Callable[..., LocalSolver]] = {
     "newton": newton,
     "torch_optim": torch_optim,
 }
+
+
+def starting_point(start: str | None, solver: LocalSolver) -> Callable[[Round], bool]:
+    """Return in which rounds local steps begin at the anchor, given "own", "anchor" or None: as the solver likes it."""
+    if start is not None:
+        require_choice("start", start, ("own", "anchor"))
+
+    def at_anchor(round: Round) -> bool:
+        if start == "anchor" and round.accuracy is not None:
+            raise CadenError('`local_steps = "auto"` needs `start = "own"`: its rule measures the way from there.')
+        return start == "anchor" or (start is None and solver.fresh and round.problem.stochastic)
+
+    return at_anchor
 
 
 def from_spec(spec: LocalSolver | str | dict[str, Any]) -> LocalSolver:
