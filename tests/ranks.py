@@ -83,7 +83,18 @@ def named_problems(transport=None):
         options = {"participation": 0.5, "deterministic": True, "record_every": rounds, "transport": transport}
         result = caden.simulate(caden.methods.caden(mu_z=1.0), problem, caden.graphs.ring(6), rounds, **options)
         found[name] = hashlib.sha1(result.x.numpy().tobytes()).hexdigest()
-    return found
+    return found | network(transport)
+
+
+def network(transport=None):
+    """A CNN with dropout and batch normalisation on mini-batches, trained by AdamW."""
+    settings = {"model": "cnn", "norm": "batch", "dropout": 0.2, "hidden": 8, "batch_size": 8, "samples": 200}
+    problem = caden.problems.PROBLEMS["classification"](agents=6, test_samples=50, **settings)
+    solver = {"name": "torch_optim", "optimizer": "AdamW", "lr": 0.01, "schedule": "cosine", "clip": 1.0}
+    options = {"participation": 0.5, "deterministic": True, "local_steps": 2, "transport": transport}
+    result = caden.simulate(caden.methods.caden(0.1, solver=solver), problem, caden.graphs.ring(6), 6, **options)
+    said = [result.rows[-1]["accuracy"], result.rows[-1]["batch_loss"], result.rows[-1]["gradients"]]
+    return {"network": [hashlib.sha1(result.x.numpy().tobytes()).hexdigest(), *map(repr, said)]}
 
 
 def fast(transport=None):

@@ -205,6 +205,7 @@ class Problem:
     shapes: Sequence[torch.Size] | None = None  # of the parameters that x consists of, if it is a model's
     execution: str = ""  # "loop" or "turns": agents are evaluated one by one, so one may run ahead of the others
     waited: list[float] | None = None  # seconds spent waiting for samples so far, if they are read when they are used
+    metric_names: Sequence[str] = ()  # of `evaluate`, if `glance` has a cost
     metrics_cost: float = 0.0  # of `glance` per agent, in gradients of the functions of a round
     stochastic: bool = False  # True: the functions of one draw, such as a mini-batch, and not those to be minimised
 

@@ -86,6 +86,5 @@ def on_test_data(run: Run, everything: bool, gather: Callable[[Tensor], Tensor] 
     elif run.tested:
         metrics = problem.glance(x)
     else:
-        return dict.fromkeys(run.metrics)
-    run.metrics = tuple(metrics)
+        return dict.fromkeys(problem.metric_names)
     return {name: float(gather(values).mean()) for name, values in metrics.items()}

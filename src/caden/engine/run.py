@@ -104,7 +104,6 @@ class Run:
         self.counts_steps = work.accuracy is not None  # agents decide how many local steps they take
         self.index = 0  # rounds done
         self.rounds = 0  # rounds planned; 0: unknown
-        self.metrics: tuple[str, ...] = ()  # the problem's own, once measured
         self.active = network.graph.agents  # how many were awake in the last one
         self.info = Info()
         self.outside: tuple[str, ...] = ()  # conditions that the method is known not to survive

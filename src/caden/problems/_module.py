@@ -100,6 +100,7 @@ class Module(Problem):
         self.execution = self._choose_execution() if execution == "auto" else execution
         if self.random and self.execution == "loop":
             self.execution = "turns"  # torch has one generator for all threads
+        self.metric_names = () if test is None else tuple(training.metrics)
         # The test samples of `glance` are forward passes only, a third of a gradient.
         tested = 0 if test is None else min(test.count, _GLANCE) + (_CALIBRATION if self.normalised else 0)
         self.metrics_cost = tested / 3 / (training.batch_size or self.shards[0].count)
@@ -304,6 +305,8 @@ class Module(Problem):
         out = list(self._views(gradient).values())
         model = self._model(exact=self._drawn is None)
         value.zero_()
+        if self._drawn is not None:
+            self.batch(agent)  # the reader may need the generators that the masks hold
         with self._masks(agent):
             for number, (x, y, share) in enumerate(self._pieces(agent)):
                 with torch.enable_grad():

@@ -1,0 +1,503 @@
+"""Real networks: reproducible randomness, any optimizer as local solver, data that are read when they are used."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+import caden
+from caden import draws, graphs, methods, problems, solvers
+from caden.engine.process import deterministic_mode
+from caden.errors import CadenError
+
+OPTIMIZERS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "AdamW": {"lr": 0.01, "weight_decay": 0.01},
+    "Adafactor": {"lr": 0.01},
+}
+
+
+def images(count=120, side=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(3, (count,), generator=generator)
+    pixels = torch.randn(count, 1, side, side, generator=generator)
+    return pixels + labels[:, None, None, None] / 2, labels
+
+
+def small(norm="group", dropout=0.0):
+    return problems.cnn(1, 8, 3, hidden=12, norm=norm, dropout=dropout)
+
+
+def make(model=None, data=None, agents=3, **options):
+    settings = {"batch_size": 8, "seed": 4, **options}
+    return problems.classification(
+        small() if model is None else model, data or images(), images(40, seed=1), agents, **settings
+    )
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def plain_loop(model, optimizer, shard, agent, rounds, steps, size, seed=4):
+    """A training loop of one's own with the public draws."""
+    model, (inputs, targets) = copy.deepcopy(model), shard
+    optimizer = optimizer(model.parameters())
+    for round in range(rounds):
+        for step in range(steps):
+            chosen = draws.batch(seed, round, step, agent, len(targets), size)
+            with draws.randomness(seed, round, step, agent):
+                loss = cross_entropy(model(inputs[chosen]), targets[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return flat(model)
+
+
+# Draws.
+
+
+def test_a_batch_has_no_repetitions_and_every_sample_its_chance():
+    for samples, size in ((30, 7), (500, 7), (5, 9)):
+        counts, share = np.zeros(samples), min(size, samples) / samples
+        for step in range(600):
+            chosen = draws.batch(0, 2, step, 1, samples, size)
+            assert len(set(chosen.tolist())) == min(size, samples) and list(chosen) == sorted(chosen)
+            counts[chosen] += 1
+        deviation = ((counts - 600 * share) ** 2).mean()
+        assert deviation <= 600 * share * (1 - share) * (1 + 5 * (2 / samples) ** 0.5)  # five sigma of chi-square
+    kinds = {tuple(draws.batch(s, r, k, a, 99, 9)) for s in (0, 1) for r in (0, 1) for k in (0, 1) for a in (0, 1)}
+    assert len(kinds) == 16
+
+
+def test_randomness_is_the_same_again_and_leaves_no_trace():
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)  # noqa: NPY002
+    expected = torch.rand(2), np.random.rand(), random.random()  # noqa: NPY002
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)  # noqa: NPY002
+    drawn = []
+    for agent in (0, 0, 1):
+        with draws.randomness(0, 1, 2, agent, of="data"):
+            drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))  # noqa: NPY002
+    assert drawn[0] == drawn[1] and all(a != b for a, b in zip(drawn[0], drawn[2]))
+    assert torch.equal(torch.rand(2), expected[0]) and (np.random.rand(), random.random()) == expected[1:]  # noqa: NPY002
+
+
+# Optimizers.
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["dropout", "batch norm"])
+def test_without_communication_it_is_a_plain_loop_to_the_bit(name, kind):
+    model = small(dropout=0.3) if kind == "dropout" else small(norm="batch")
+    problem, optimizer = make(model), getattr(torch.optim, name)
+    method = methods.local(solver={"name": "torch_optim", "optimizer": name, **OPTIMIZERS[name]})
+    result = caden.simulate(method, problem, graphs.ring(3), 3, local_steps=2, deterministic=True)
+    with deterministic_mode(True):
+        for agent in range(3):
+            expected = plain_loop(
+                model, lambda p: optimizer(p, **OPTIMIZERS[name]), problem.shards[agent], agent, 3, 2, 8
+            )
+            assert torch.equal(result.x[agent], expected)
+    assert result.rows[-1]["communications"] == 0
+
+
+def test_muon_takes_kernels_as_matrices():
+    model = small()
+
+    def split(parameters):
+        parameters = list(parameters)
+        matrices = [nn.Parameter(p.data.view(len(p), -1)) for p in parameters if p.ndim > 1]
+        pairs = list(zip([p for p in parameters if p.ndim > 1], matrices))
+        muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        adam = torch.optim.AdamW([p for p in parameters if p.ndim < 2], lr=0.02, weight_decay=0.0)
+
+        class Both:
+            def zero_grad(self):
+                for p in parameters:
+                    p.grad = None
+
+            def step(self):
+                for whole, matrix in pairs:
+                    matrix.grad = whole.grad.view_as(matrix)
+                muon.step(), adam.step()
+
+        return Both()
+
+    problem = make(model)
+    method = methods.local(solver=solvers.torch_optim(torch.optim.Muon, lr=0.02))
+    result = caden.simulate(method, problem, graphs.ring(3), 3, local_steps=2, deterministic=True)
+    with deterministic_mode(True):
+        expected = plain_loop(model, split, problem.shards[1], 1, 3, 2, 8)
+    assert torch.equal(result.x[1], expected)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "Rprop", "NAdam"])
+@pytest.mark.parametrize("awake", [1.0, 0.5])
+def test_elementwise_optimizers_of_many_rows_are_those_of_each(name, awake):
+    problem, options = make(agents=6), {"lr": 0.01}
+    method = methods.caden(0.1, solver=solvers.torch_optim(getattr(torch.optim, name), **options))
+    runs = [
+        caden.simulate(method, problem, graphs.ring(6), 4, participation=awake, local_steps=2, deterministic=alone)
+        for alone in (False, True)
+    ]
+    torch.testing.assert_close(runs[0].x, runs[1].x, rtol=1e-3, atol=2e-5)
+
+
+def test_the_state_of_a_sleeping_agent_rests():
+    """An agent that is awake in every other round takes the steps that it would take in half as many rounds."""
+    quadratic = problems.quadratic(agents=2, dim=3)  # no draws: rounds do not matter
+    method = methods.local(solver=solvers.torch_optim(torch.optim.Adam, lr=0.1))
+    awake = [[True, True], [True, False]] * 3
+    half = caden.simulate(method, quadratic, graphs.path(2), 6, participation=lambda t, draw: np.array(awake[t]))
+    both = caden.simulate(method, quadratic, graphs.path(2), 6)
+    third = caden.simulate(method, quadratic, graphs.path(2), 3)
+    torch.testing.assert_close(half.x[0], both.x[0])
+    torch.testing.assert_close(half.x[1], third.x[1])
+
+
+def test_state_is_carried_or_not():
+    quadratic = problems.quadratic(agents=2, dim=3)
+    ends = {}
+    for carry in (True, False):
+        method = methods.local(solver=solvers.torch_optim(torch.optim.SGD, lr=0.05, momentum=0.9, carry=carry))
+        ends[carry] = caden.simulate(method, quadratic, graphs.path(2), 4, local_steps=1).x
+    plain = caden.simulate(methods.local(lr=0.05, momentum=0.0), quadratic, graphs.path(2), 4, local_steps=1).x
+    together = caden.simulate(methods.local(lr=0.05, momentum=0.9), quadratic, graphs.path(2), 1, local_steps=4).x
+    torch.testing.assert_close(ends[False], plain)  # the first step of momentum is a plain one
+    torch.testing.assert_close(ends[True], together)
+
+
+def test_schedule_and_clip():
+    quadratic, steps = problems.quadratic(agents=2, dim=3), []
+    solver = solvers.torch_optim(torch.optim.SGD, lr=1.0, schedule="linear", clip=0.01)
+    caden.simulate(
+        methods.local(solver=solver),
+        quadratic,
+        graphs.path(2),
+        4,
+        local_steps=1,
+        callbacks=[lambda row, state: steps.append(state.x.clone())],
+    )
+    lengths = torch.stack([(b - a).norm(dim=1) for a, b in zip([torch.zeros(2, 3), *steps[:-1]], steps)])
+    torch.testing.assert_close(lengths[:, 0], torch.tensor([4.0, 3.0, 2.0, 1.0]).double() / 400, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "Adamm"}, "did you mean 'Adam'"),
+        ({"optimizer": torch.optim.LBFGS}, "needs a closure"),
+        ({"optimizer": "SGD", "lr": -1}, "does not accept these options"),
+        ({"optimizer": "SGD", "rate": 1}, "does not accept these options"),
+        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"clip": 0}, "clip"),
+        ({"optimizer": 3}, "class of torch.optim"),
+    ],
+)
+def test_wrong_options_are_one_line(options, message):
+    with pytest.raises(CadenError, match=message) as caught:
+        solvers.torch_optim(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_number_of_steps_cannot_be_found_in_noise():
+    method = methods.caden(0.1, solver={"name": "torch_optim", "lr": 0.01})
+    with pytest.raises(CadenError, match="noise"):
+        caden.simulate(method, make(), graphs.ring(3), 2, local_steps="auto")
+
+
+# Where local steps begin.
+
+
+@pytest.mark.parametrize("make_method", [lambda **o: methods.caden(0.4, **o), lambda **o: methods.dinno(0.2, 1.0, **o)])
+@pytest.mark.parametrize("awake", [1.0, 0.6])
+def test_the_limit_does_not_depend_on_the_start(make_method, awake):
+    quadratic = problems.quadratic(agents=6, dim=3)
+    method = make_method(solver="gd", start="anchor")
+    result = caden.simulate(method, quadratic, graphs.ring(6), 900, participation=awake)
+    assert float((result.x - quadratic.solution).abs().max()) < 1e-5
+
+
+def test_anchor_of_the_first_round_by_hand():
+    """One gradient step of size a from the mean of (x_i + x_j)/2, with phi = 0 and no pull there."""
+    quadratic, graph = problems.quadratic(agents=4, dim=3), graphs.ring(4)
+    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    method = methods.caden(0.4, solver={"name": "gd", "step_size": 0.1}, start="anchor")
+    result = caden.simulate(method, quadratic, graph, 1, x0=x, local_steps=1)
+    anchor = (2 * x + x.roll(1, 0) + x.roll(-1, 0)) / 4
+    expected = anchor - 0.1 * quadratic.value_and_grad(anchor)[1]
+    torch.testing.assert_close(result.x, expected)
+
+
+def test_anchor_is_refused_with_a_rule_that_measures_from_x():
+    with pytest.raises(CadenError, match="start"):
+        caden.simulate(
+            methods.caden(0.4, start="anchor"), problems.quadratic(4, 3), graphs.ring(4), 2, local_steps="auto"
+        )
+
+
+# Data and models.
+
+
+class Noisy(Dataset):
+    """A data set with a random transform, which counts how often it is read."""
+
+    def __init__(self, noise=0.1):
+        self.inputs, self.targets = images()
+        self.noise, self.reads = noise, 0
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, i):
+        self.reads += 1
+        return self.inputs[i] + self.noise * torch.randn(1, 8, 8) + random.random() * self.noise, int(self.targets[i])
+
+
+def test_random_transforms_are_drawn_anew_and_again_the_same():
+    problem = make(data=Noisy())
+    one, same, other, later = problem.at(2), problem.at(2), problem.at(3), problem.at(2).redraw(1)
+    assert torch.equal(one.batch(1)[0], same.batch(1)[0])
+    clean = images()[0][problem.shards[1].indices]
+    noise = one.batch(1)[0] - clean[one.indices(1)]
+    assert 0.05 < float(noise.std()) < 0.2
+    assert not torch.equal(one.batch(1)[0], other.batch(1)[0]) and not torch.equal(one.batch(1)[0], later.batch(1)[0])
+    results = [caden.simulate(methods.dpsgd(), problem, graphs.ring(3), 3, deterministic=True).x for _ in range(2)]
+    assert torch.equal(*results)
+
+
+def test_every_sample_is_read_once_for_each_use():
+    data = Noisy()
+    problem = make(data=data)
+    before = data.reads
+    caden.simulate(
+        methods.dpsgd(), problem, graphs.ring(3), 4, local_steps=2, participation=0.5, warmup=None, record_every=4
+    )
+    counted = caden.simulate(methods.dpsgd(), problem, graphs.ring(3), 4, local_steps=2, participation=0.5)
+    assert data.reads - before == 2 * 8 * counted.rows[-1]["gradients"]
+    assert counted.rows[-1]["read_seconds"] > 0
+
+
+def test_without_batches_a_quiet_data_set_is_read_once_and_a_noisy_one_in_every_round():
+    quiet, noisy = Noisy(noise=0.0), Noisy()
+    problem = make(data=quiet, batch_size=None)
+    reads = quiet.reads
+    assert torch.equal(problem.batch(0)[0], images()[0][: len(problem.batch(0)[0])] * 0 + problem.batch(0)[0])
+    problem.value_and_grad(problem.start.expand(3, -1))
+    assert quiet.reads == reads and not problem.lazy
+    again = make(data=noisy, batch_size=None)
+    assert again.at(0).stochastic and not torch.equal(again.at(0).batch(0)[0], again.at(1).batch(0)[0])
+
+
+def test_a_memmap_gives_what_the_array_gives(tmp_path):
+    inputs, targets = images()
+    for name, array in (("x", inputs.numpy()), ("y", targets.numpy())):
+        np.save(tmp_path / f"{name}.npy", array)
+    mapped = tuple(np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "xy")
+    for batch_size in (8, None):
+        ends = [
+            caden.simulate(methods.caden(0.1), make(data=data, batch_size=batch_size), graphs.ring(3), 3).x
+            for data in ((inputs, targets), mapped)
+        ]
+        torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(2, 3)
+
+    def forward(self, left, right):
+        return self.left(left) + self.right(right)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_dictionaries_and_tuples_are_arguments(execution, batch_size):
+    generator = torch.Generator().manual_seed(0)
+    left, right, y = (
+        torch.randn(30, 4, generator=generator),
+        torch.randn(30, 2, generator=generator),
+        torch.randint(3, (30,)),
+    )
+    torch.manual_seed(0)
+    model = TwoInputs()
+    options = {"agents": 3, "execution": execution, "batch_size": batch_size}
+    named = problems.classification(model, ({"right": right, "left": left}, y), **options).at(1)
+    ordered = problems.classification(model, ((left, right), y), **options).at(1)
+    x = named.start.expand(3, -1)
+    torch.testing.assert_close(named.value_and_grad(x), ordered.value_and_grad(x))
+    inputs, targets = ordered.batch(2)
+    loss = cross_entropy(model(*inputs), targets)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(ordered.value_and_grad(x)[1][2], expected)
+
+
+class Language(nn.Module):
+    """Tied weights and a sequence of outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.out = nn.Linear(5, 7, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.out(self.embed(tokens).cumsum(1))
+
+
+def test_tied_weights_and_sequences():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(7, (40, 9), generator=generator)
+    torch.manual_seed(0)
+    model = Language()
+    problem = problems.classification(
+        model, (tokens[:, :-1], tokens[:, 1:]), (tokens[:, :-1], tokens[:, 1:]), agents=4, batch_size=6
+    )
+    assert problem.dim == 35
+    result = caden.simulate(methods.caden(0.1, solver={"name": "torch_optim", "lr": 0.02}), problem, graphs.ring(4), 5)
+    trained = result.module()
+    assert trained.out.weight is trained.embed.weight
+    torch.testing.assert_close(trained.embed.weight.flatten(), result.mean)
+    expected = (trained(tokens[:, :-1]).argmax(-1) == tokens[:, 1:]).float().mean()
+    torch.testing.assert_close(problem.evaluate(result.mean.expand(4, -1))["accuracy"][0], expected)
+
+
+def test_batch_normalisation_is_calibrated_on_the_agents_own_data():
+    problem = make(small(norm="batch"), agents=3)
+    x = problem.start.expand(3, -1) + 0.01
+    scores = problem.evaluate(x)["accuracy"]
+    model = small(norm="batch")
+    nn.utils.vector_to_parameters(x[1], model.parameters())
+    inputs = problem.shards[1].inputs
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = 1.0  # the statistics of the last batch
+    model(inputs)
+    held_out, labels = images(40, seed=1)
+    torch.testing.assert_close(scores[1], (model.eval()(held_out).argmax(1) == labels).float().mean())
+    handed_out = problem.module(x[0])
+    assert handed_out.training and float(handed_out[1].running_mean.abs().max()) > 0
+    assert all(torch.equal(a, b) for a, b in zip(problem.evaluate(x).values(), problem.evaluate(x).values()))
+
+
+def test_group_norm_replaces_batch_normalisation():
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.Sequential(nn.BatchNorm2d(6, affine=False)))
+    model[1].weight.data.fill_(3.0)
+    new = problems.group_norm(model)
+    assert isinstance(new[1], nn.GroupNorm) and new[1].num_groups == 6 and bool((new[1].weight == 3).all())
+    assert isinstance(new[2][0], nn.GroupNorm) and new[2][0].weight is None
+    assert isinstance(model[1], nn.BatchNorm2d)
+
+
+def test_microbatches_add_up_and_a_promise_permits_parts():
+    whole, parts = make(batch_size=20, dtype=torch.float64), make(batch_size=20, microbatch=3, dtype=torch.float64)
+    x = whole.start.expand(3, -1)
+    torch.testing.assert_close(whole.at(1).value_and_grad(x), parts.at(1).value_and_grad(x))
+
+    def loss(output, target):
+        return cross_entropy(output, target)
+
+    assert make(loss=loss, batch_size=None).training.is_mean is False
+    promised = make(loss=loss, loss_is_mean=True, batch_size=None, dtype=torch.float64)
+    assert promised.training.is_mean
+    torch.testing.assert_close(promised.value_and_grad(x), make(batch_size=None, dtype=torch.float64).value_and_grad(x))
+
+
+def test_autocast_is_near_and_keeps_rows_in_float32():
+    plain, half = make(), make(autocast="bfloat16")
+    x = plain.start.expand(3, -1)
+    (a, ga), (b, gb) = plain.at(0).value_and_grad(x), half.at(0).value_and_grad(x)
+    assert gb.dtype == torch.float32 and not torch.equal(ga, gb)
+    torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)
+    assert float((ga - gb).norm() / ga.norm()) < 0.05
+
+
+def test_dropout_is_one_function_for_line_searches_and_off_for_exact_metrics():
+    problem = make(small(dropout=0.5), batch_size=None)
+    x = problem.start.expand(3, -1)
+    view = problem.at(1)
+    assert view.stochastic and torch.equal(view.value_and_grad(x)[0], view.value_and_grad(x)[0])
+    assert not torch.equal(view.value_and_grad(x)[0], view.redraw(1).value_and_grad(x)[0])
+    model = problem.module(problem.start).eval()
+    expected = [cross_entropy(model(a), b).detach() for a, b in problem.shards]
+    torch.testing.assert_close(problem.value_and_grad(x)[0], torch.stack(expected))
+
+
+# Runs.
+
+
+def test_auto_penalty_stays_under_mini_batches():
+    result = caden.simulate(methods.caden(), make(), graphs.ring(3), 14, local_steps=2)
+    first = caden.simulate(methods.caden(), make(), graphs.ring(3), 1, local_steps=2)
+    assert result.scalars["mu_z"] == first.scalars["mu_z"]
+
+
+def test_metrics_in_between_are_cheap_and_the_last_row_is_complete():
+    problem = make()
+    method = methods.caden(0.1, solver={"name": "torch_optim", "lr": 0.01})
+    result = caden.simulate(method, problem, graphs.ring(3), 20, local_steps=2)
+    history = result.history
+    assert history.objective.isna().all() and history.relative_error.isna().all()
+    every = 9  # 40 test samples / 3 / batches of 8 / 2 steps, for a tenth of the time
+    assert list(history["round"][history.accuracy.notna()]) == [0, every, 2 * every, 20]
+    assert history.batch_loss.iloc[1:].notna().all() and history.consensus.notna().all()
+    exact = caden.simulate(method, problem, graphs.ring(3), 20, local_steps=2, metrics="exact")
+    assert exact.history.relative_error.notna().all() and torch.equal(exact.x, result.x)
+    assert exact.rows[-1]["accuracy"] == result.rows[-1]["accuracy"]
+    assert exact.rows[-1]["gradients"] == result.rows[-1]["gradients"]
+
+
+def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path):
+    """Dropout, batch normalisation, random transforms and AdamW, with sleeping agents."""
+    model = nn.Sequential(small(norm="batch", dropout=0.3))
+    method = methods.caden(0.1, solver={"name": "torch_optim", "optimizer": "AdamW", "lr": 0.01, "schedule": "cosine"})
+    options = {"participation": 0.6, "local_steps": 2, "deterministic": True, "checkpoint_every": 3}
+    whole = caden.simulate(method, make(model, Noisy()), graphs.ring(3), 10, directory=tmp_path / "whole", **options)
+
+    class Stop(Exception):
+        pass
+
+    def stop(row, state):
+        if row["round"] == 7:
+            raise Stop
+
+    with pytest.raises(Stop):
+        caden.simulate(
+            method,
+            make(model, Noisy()),
+            graphs.ring(3),
+            10,
+            directory=tmp_path / "part",
+            callbacks=[stop],
+            **options,
+        )
+    rest = caden.simulate(
+        method, make(model, Noisy()), graphs.ring(3), 10, directory=tmp_path / "part", resume=True, **options
+    )
+    assert torch.equal(rest.x, whole.x)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part")]
+    assert files[0] == files[1]
+    timeless = [r.history.drop(columns=["seconds", "read_seconds"]) for r in (rest, whole)]
+    assert timeless[0].equals(timeless[1])
+
+
+def test_caden_learns_where_gossip_does_not():
+    """One class per agent: what the neighbours know must come through the duals."""
+    inputs, labels = images(240)
+    parts = [np.flatnonzero(labels.numpy() == i % 3) for i in range(6)]
+    halves = [part[: len(part) // 2] if i < 3 else part[len(part) // 2 :] for i, part in enumerate(parts)]
+    problem = problems.classification(
+        small(), (inputs, labels), images(200, seed=1), 6, partition=halves, batch_size=16, seed=1
+    )
+    adam = {"name": "torch_optim", "optimizer": "Adam", "lr": 0.01, "schedule": "cosine"}
+    ends = {}
+    for name, method in (("caden", methods.caden(0.1, solver=adam)), ("gossip", methods.dpsgd(solver=adam))):
+        result = caden.simulate(method, problem, graphs.ring(6), 30, participation=0.5, local_steps=5)
+        ends[name] = result.rows[-1]["accuracy"]
+    assert ends["caden"] > 0.75 and ends["caden"] > ends["gossip"] + 0.1
