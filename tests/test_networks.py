@@ -1,6 +1,7 @@
 """Real networks: reproducible randomness, any optimizer as local solver, data that are read when they are used."""
 
 import copy
+import hashlib
 import random
 
 import numpy as np
@@ -501,3 +502,57 @@ def test_caden_learns_where_gossip_does_not():
         result = caden.simulate(method, problem, graphs.ring(6), 30, participation=0.5, local_steps=5)
         ends[name] = result.rows[-1]["accuracy"]
     assert ends["caden"] > 0.75 and ends["caden"] > ends["gossip"] + 0.1
+
+
+# Texts.
+
+
+@pytest.fixture
+def speeches(tmp_path, monkeypatch):
+    """Three presidents, two of whom spoke twice; the files and their checksums are made here."""
+    folder = tmp_path / "sotu"
+    folder.mkdir()
+    lines = []
+    for year, name in ((1801, "ada_one"), (1802, "ada_one"), (1803, "bob_two"), (1804, "cy_three"), (1805, "cy_three")):
+        words = f"{name} speaks in {year} of peace and trade. " * (20 if name == "bob_two" else 40)
+        (folder / f"{year}_{name}_n.txt").write_text(words, encoding="utf-8")
+        lines.append(f"{hashlib.sha256(words.encode()).hexdigest()}  {year}_{name}_n.txt")
+    (tmp_path / "list").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr("caden.data._LISTED", tmp_path / "list")
+    monkeypatch.setenv("CADEN_DATA", str(tmp_path))
+    return folder
+
+
+def test_texts_are_split_by_author_and_their_ends_are_held_out(speeches):
+    problem = problems.language(agents=2, context=8, width=8, layers=1, heads=2, test_samples=20, batch_size=4)
+    texts = caden.data.load_texts("sotu")
+    assert list(texts) == ["ada_one", "bob_two", "cy_three"] and texts["ada_one"].startswith("ada_one speaks in 1801")
+    alphabet = sorted({c for text in texts.values() for c in text})
+    shard = problem.shards[1]  # the two longest go to different agents, the third to the one with less
+    decoded = "".join(alphabet[i] for i in [*shard.inputs[0].tolist(), int(shard.targets[0, -1])])
+    longest = sorted(texts.values(), key=len, reverse=True)
+    assert decoded == longest[1][:9]
+    assert torch.equal(shard.inputs[0, 1:], shard.targets[0, :-1])
+    seen = sum(s.count for s in problem.shards) * 8
+    assert 0.85 < seen / sum(map(len, texts.values())) < 0.91
+    muon = {"name": "torch_optim", "optimizer": "Muon", "lr": 0.02}
+    result = caden.simulate(methods.caden(0.1, solver=muon), problem, graphs.path(2), 8, local_steps=5)
+    losses = result.history.validation_loss.dropna()
+    assert losses.iloc[-1] < losses.iloc[0] - 0.3
+
+
+def test_a_changed_text_is_refused(speeches, monkeypatch):
+    (speeches / "1801_ada_one_n.txt").write_text("something else")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CadenError, match="wrong checksum"):
+        caden.data.load_texts("sotu")
+
+
+def test_a_transformer_sees_only_the_past():
+    model = problems.transformer(11, 6, width=8, layers=2, heads=2).double()
+    tokens = torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % 11
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :4], after[:, :4])
+    assert not torch.allclose(before[:, 4:], after[:, 4:])

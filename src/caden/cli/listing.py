@@ -25,7 +25,7 @@ def _registries() -> dict[str, Mapping[str, Any]]:
         "solvers": SOLVERS,
         "schedules": schedules.SCHEDULES,
         "partitions": data.PARTITIONS,
-        "data": data.DATASETS,
+        "data": data.DATASETS | data.TEXTS,
     }
 
 

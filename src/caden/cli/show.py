@@ -145,7 +145,7 @@ def tuned(winners: Mapping[str, Tuned], folder: Path, json_wanted: bool) -> None
 def datasets() -> None:
     """Print the data sets and whether they are on this machine."""
     table = Table("name", "description", "on this machine")
-    for name, about in data.DATASETS.items():
+    for name, about in (data.DATASETS | data.TEXTS).items():
         table.add_row(name, about, "yes" if data.is_here(name) else "no")
     Console().print(table)
 

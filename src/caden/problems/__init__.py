@@ -10,6 +10,8 @@ from caden import data as datasets
 from caden.errors import CadenError, require_integer
 from caden.problems._classification import classification as classification
 from caden.problems._functions import functions as functions
+from caden.problems._language import language as language
+from caden.problems._language import transformer as transformer
 from caden.problems._logistic import logistic as logistic
 from caden.problems._module import Module
 from caden.problems._module import accuracy as accuracy
@@ -106,6 +108,7 @@ def _first(name: str, data: tuple[Tensor, Tensor], count: int | None) -> tuple[T
 
 PROBLEMS: dict[str, Callable[..., Any]] = {
     "classification": _classification_by_name,
+    "language": language,
     "logistic": logistic,
     "quadratic": quadratic,
 }

@@ -6,6 +6,7 @@ import copy
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -155,9 +156,12 @@ class Module(Problem):
             return "loop"
         if len(set(counts)) > self.agents / 2 or (large and self.device.type == "cpu"):
             return "loop"
+        inputs, targets = (_part(part, None) for part in self._read(0, slice(0, 2)))
         try:
-            self._evaluate_batched(self.start[None], [0], self.start.new_empty(1), torch.empty_like(self.start[None]))
-        except RuntimeError:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # an operation that vmap takes one by one
+                vmap(grad_and_value(self._batched_loss))(self._views(self.start[None]), inputs, targets)
+        except (RuntimeError, UserWarning):
             return "loop"
         return "vmap"
 
@@ -341,12 +345,11 @@ class Module(Problem):
                     self.shards[agent] = Held(_part(stack, n), targets[n])
         return groups
 
+    def _batched_loss(self, parameters: dict[str, Tensor], inputs: Any, targets: Tensor) -> Tensor:
+        return self._loss(self._forward(self.model, parameters, inputs), targets)
+
     def _evaluate_batched(self, x: Tensor, agents: list[int], value: Tensor, gradient: Tensor) -> None:
         """Evaluate all agents with shards of one size in one call of vmap."""
-
-        def loss(parameters: dict[str, Tensor], inputs: Any, targets: Tensor) -> Tensor:
-            return self._loss(self._forward(self.model, parameters, inputs), targets)
-
         for members, inputs, targets in self._grouped(agents):
             position = {agent: n for n, agent in enumerate(members)}
             group = [a for a, agent in enumerate(agents) if agent in position]
@@ -356,7 +359,7 @@ class Module(Problem):
             everyone = chosen == list(range(len(members)))
             data = (inputs, targets) if everyone else _part((inputs, targets), chosen)
             rows = x if len(group) == len(agents) else x[group]
-            gradients, values = vmap(grad_and_value(loss))(self._views(rows), *data)
+            gradients, values = vmap(grad_and_value(self._batched_loss))(self._views(rows), *data)
             flat = torch.cat([gradients[n].flatten(1) for n in self.names], dim=1)
             if len(group) == len(agents):
                 value.copy_(values), gradient.copy_(flat)
