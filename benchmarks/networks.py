@@ -140,10 +140,8 @@ def main() -> None:
             if options.quick:
                 setting = setting._replace(rounds=setting.rounds // 3)
             print(f"\n{title}: {setting}\n", flush=True)
-            print(
-                "| method | accuracy, mean (spread of seeds) | of the mean model | communications | MB | gradients | parameters |"
-            )
-            print("|---|---|---|---|---|---|---|", flush=True)
+            columns = "method", "accuracy", "of the mean model", "communications", "MB", "gradients", "parameters"
+            print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
             for name in options.only:
                 candidates = [METHODS[name][2](u) for u in points]
                 done = [pool.submit(run, setting, name, c, 0, setting.validation, options.store) for c in candidates]

@@ -4,6 +4,7 @@ Absolute times mean little on shared machines. The ratio of two times taken one 
 depends on the code. Every comparison with another implementation first passes a gate: the results must agree.
 """
 
+import copy
 import json
 import multiprocessing
 import statistics
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, softplus
 
-from caden import graphs, methods, problems, solvers
+from caden import draws, graphs, methods, problems, solvers
 from caden._tensor import parallel
 from caden._tensor.memory import keep_freed_memory
 from caden.core import Method, Problem
@@ -251,7 +252,53 @@ def _many(kind: str, repeats: int, threads: int) -> list[Measure]:
     return measures
 
 
-PARTS: dict[str, Callable[[int], Iterator[Measure]]] = {"many": many, "paper": paper, "small": small}
+class PlainLoops:
+    """A training loop per agent as one would write it; a call runs the steps of one round and returns its seconds."""
+
+    def __init__(self, model: torch.nn.Module, problem: problems.Module, size: int):
+        self._problem, self._size = problem, size
+        self._models = [copy.deepcopy(model) for _ in range(problem.agents)]
+        self._optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in self._models]
+
+    def __call__(self, round: int) -> float:
+        began = time.perf_counter()
+        for agent, (model, optimizer) in enumerate(zip(self._models, self._optimizers)):
+            inputs, targets = self._problem.shards[agent].read(slice(None))
+            for step in range(STEPS):
+                chosen = draws.batch(0, round, step, agent, len(targets), self._size)
+                output = model(inputs[chosen])
+                loss = cross_entropy(output.flatten(0, -2), targets[chosen].flatten())
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        return time.perf_counter() - began
+
+
+def networks(repeats: int) -> Iterator[Measure]:
+    """Measure a round of CADEN with AdamW against plain loops that train the same models one after another."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(3000, 1, 28, 28, generator=generator), torch.randint(10, (3000,), generator=generator)
+    tokens = torch.randint(90, (800, 65), generator=generator)
+    cases = {
+        "CNN": (problems.cnn(1, 28, 10), images, 10, 32),
+        "transformer": (problems.transformer(90, 64), (tokens[:, :-1], tokens[:, 1:]), 4, 16),
+    }
+    for name, (model, data, agents, size) in cases.items():
+        problem = problems.classification(model, data, agents=agents, batch_size=size)
+        solver = solvers.torch_optim(torch.optim.AdamW, lr=1e-3)
+        run = Rounds(methods.caden(mu_z=MU, solver=solver), problem, graphs.ring(agents))
+        plain = PlainLoops(model, problem, size)
+        run(), plain(0)
+        ratios = [run() / plain(round) for round in range(1, repeats + 1)]
+        yield Measure(f"networks: a round, over plain loops, {name}", ratios, "< 1.15")
+
+
+PARTS: dict[str, Callable[[int], Iterator[Measure]]] = {
+    "many": many,
+    "networks": networks,
+    "paper": paper,
+    "small": small,
+}
 
 
 def run(parts: list[str], repeats: int) -> Iterator[Measure]:

@@ -13,7 +13,7 @@ from caden.problems._functions import functions as functions
 from caden.problems._language import language as language
 from caden.problems._language import transformer as transformer
 from caden.problems._logistic import logistic as logistic
-from caden.problems._module import Module
+from caden.problems._module import Module as Module
 from caden.problems._module import accuracy as accuracy
 from caden.problems._networks import cnn as cnn
 from caden.problems._networks import mlp as mlp
