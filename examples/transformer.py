@@ -1,4 +1,4 @@
-"""A small transformer learns to continue sequences such as 3, 5, 7, 9, 0, 2 (modulo 11); each agent has seen one stride."""
+"""A small transformer learns to continue sequences such as 3, 5, 7, 9, 0 (modulo 11); each agent knows one stride."""
 
 import torch
 

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
         (["run", "--rounds", "3"], 2, "No such option"),
         (["rum"], 2, "rum"),
         (["bench", "--repeats", "few"], 2, "valid integer"),
-        (["bench", "often"], 2, "known: many, paper, small"),
+        (["bench", "often"], 2, "known: many, networks, paper, small"),
         (["list", "colours"], 2, "Unknown kind"),
         (["list", "graphs", "--check"], 2, "--check"),
         (["tune"], 2, "METHOD"),
@@ -127,8 +127,8 @@ def test_a_missing_device_is_one_line(make):
         caden.problems.classification(nn.Linear(2, 2), data, agents=2, device="cuda")
 
 
-def test_dictionaries_as_inputs_are_one_line():
-    with pytest.raises(CadenError, match="dictionary"):
+def test_dictionaries_that_a_model_does_not_take_are_one_line():
+    with pytest.raises(CadenError, match="unexpected keyword argument 'pixels'"):
         caden.problems.classification(nn.Linear(2, 2), ({"pixels": torch.rand(8, 2)}, torch.arange(8) % 2), agents=2)
 
 

@@ -28,9 +28,9 @@ def over(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 def leaves(tree: Any) -> list[Any]:
     """Return the tensors of nested tuples and dictionaries."""
-    found: list[Any] = []
-    over(tree, found.append)
-    return found
+    parts: list[Any] = []
+    over(tree, parts.append)
+    return parts
 
 
 class Shard(Protocol):

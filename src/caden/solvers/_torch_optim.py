@@ -246,11 +246,11 @@ class _Optimizers:
 def _step(teams: list[_Team], x: Tensor, gradient: Tensor, rows: Tensor | None, factor: float) -> Tensor:
     """Return where the teams get from x (k', d), which belongs to `rows`."""
     point = x.clone()
-    place = None if rows is None else {row: n for n, row in enumerate(rows.tolist())}
+    position = None if rows is None else {row: n for n, row in enumerate(rows.tolist())}
 
     def one(i: int) -> None:
         own = teams[i].rows
-        at = own if place is None else torch.tensor([place[row] for row in own.tolist()], device=x.device)
+        at = own if position is None else torch.tensor([position[row] for row in own.tolist()], device=x.device)
         teams[i].step(gradient[at], factor)
         point[at] = teams[i].values
 
@@ -262,7 +262,7 @@ def _alike(taken: Tensor, work: Tensor, together: bool) -> list[Tensor]:
     """Return the working rows in groups with the same count of steps, before and in this round; or one by one."""
     working = (work > 0).nonzero().flatten()
     if not together:
-        return list(torch.split(working, 1))
+        return list(working.unsqueeze(1))
     keys = list(zip(taken[working].tolist(), work[working].tolist()))
     groups = [[i for i, k in enumerate(keys) if k == key] for key in dict.fromkeys(keys)]
     return [working[torch.tensor(group, device=working.device)] for group in groups]
