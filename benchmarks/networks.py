@@ -44,6 +44,7 @@ def fashion(samples: int, agents: int = 10, alpha: float | None = 0.1, **network
 SETTINGS = {
     "small": Setting(fashion(3000), "ring", 0.5, 60, 5, 1000),
     "skewed": Setting(fashion(55_000), "ring", 0.5, 100, 10, 2000),
+    "skewed, half": Setting(fashion(55_000), "ring", 0.5, 50, 10, 2000),
     "awake": Setting(fashion(6000), "ring", 1.0, 40, 10, 1000),
     "iid": Setting(fashion(6000, alpha=None), "ring", 1.0, 40, 10, 1000),
     "random graph": Setting(fashion(6000, agents=20), "erdos_renyi", 0.5, 60, 5, 1000),

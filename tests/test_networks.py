@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -556,3 +557,22 @@ def test_a_transformer_sees_only_the_past():
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :4], after[:, :4])
     assert not torch.allclose(before[:, 4:], after[:, 4:])
+
+
+def anonymous_memory():
+    """MB of this process that are not pages of files."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_a_memmap_ten_times_larger_than_what_may_be_used(tmp_path):
+    inputs = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (150_000, 1000))  # 600 MB, sparse
+    targets = np.lib.format.open_memmap(tmp_path / "y.npy", "w+", np.int64, (150_000,))
+    inputs[::1000], targets[:] = 1.0, np.arange(150_000) % 3
+    before = anonymous_memory()
+    mapped = tuple(np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "xy")
+    problem = problems.classification(nn.Linear(1000, 3), mapped, agents=4, batch_size=32)
+    caden.simulate(methods.caden(0.1), problem, graphs.ring(4), 10)
+    problem.value_and_grad(problem.start.expand(4, -1))  # all samples, in pieces
+    assert anonymous_memory() - before < 60

@@ -31,7 +31,7 @@ from caden.problems._normalisation import forget_statistics, keeps_statistics
 Loss = Callable[[Any, Any], Tensor]
 _CHUNK = 16 << 20  # bytes of input per call, so the activations of a large shard do not all exist at the same time
 _LARGE = 1 << 26  # samples times parameters of an agent from which a separate call per agent costs nothing
-_GLANCE = 1000  # test samples of the metrics of a round, if there are mini-batches
+_GLANCE = 400  # test samples of the metrics of a round, if there are mini-batches
 _CALIBRATION = 512  # samples for the statistics of batch normalisation
 
 
