@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import caden
 from caden import draws, graphs, methods, problems, solvers
@@ -429,6 +429,40 @@ def test_dropout_is_one_function_for_line_searches_and_off_for_exact_metrics():
     model = problem.module(problem.start).eval()
     expected = [cross_entropy(model(a), b).detach() for a, b in problem.shards]
     torch.testing.assert_close(problem.value_and_grad(x)[0], torch.stack(expected))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(1, 8, 8), 0
+
+
+class Torn(Noisy):
+    def __getitem__(self, i):
+        raise OSError("the disk is gone")
+
+
+class Nameless(Noisy):
+    def __getitem__(self, i):
+        return {"pixels": self.inputs[i], "digit": int(self.targets[i])}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: make(data=Stream()), "no samples by index"),
+        (lambda: make(data=Torn()), r"Sample \d+ cannot be read \(OSError: the disk is gone\)"),
+        (lambda: make(data=Nameless()), "no `label`"),
+        (lambda: make(small(dropout=0.3), execution="vmap"), "vmap"),
+        (lambda: make(small(norm="batch"), partition=[range(9), [9], range(10, 120)]), "Agents 1 have a single sample"),
+        (lambda: make(autocast="float8"), "float16"),
+        (lambda: make(microbatch=0), "microbatch"),
+        (lambda: problems.cnn(1, 8, 3, norm="layer"), "norm"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line(build, message):
+    with pytest.raises(CadenError, match=message) as caught:
+        build()
+    assert "\n" not in str(caught.value)
 
 
 # Runs.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from caden.draws import randomness
 from caden.errors import CadenError
@@ -80,7 +80,11 @@ class Reader:
 
     def __init__(self, data: Any, dtype: torch.dtype, device: str, label: str = "label"):
         self._data, self._dtype, self._device, self._label = data, dtype, device, label
-        self._arrays = isinstance(data, tuple)
+        self._arrays = isinstance(data, tuple | list)
+        if isinstance(data, IterableDataset):
+            raise CadenError(
+                "An IterableDataset has no samples by index, so no draw of it could be repeated: use another."
+            )
         self.count = len(data[0]) if self._arrays else len(data)
 
     def read(self, indices: np.ndarray) -> tuple[Any, Any]:
@@ -88,8 +92,14 @@ class Reader:
         if self._arrays:
             inputs, targets = (over(part, lambda a: torch.from_numpy(np.array(a[indices]))) for part in self._data)
         else:
-            inputs, targets = self._split(default_collate([self._data[int(i)] for i in indices]))
+            inputs, targets = self._split(default_collate([self._sample(int(i)) for i in indices]))
         return over(inputs, self._converted), over(targets, lambda t: self._converted(t, target=True))
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self._data[index]
+        except Exception as error:  # of the user's code
+            raise CadenError(f"Sample {index} cannot be read ({type(error).__name__}: {error}).") from error
 
     def _split(self, samples: Any) -> tuple[Any, Any]:
         if isinstance(samples, Mapping):  # as of a Hugging Face dataset

@@ -99,6 +99,14 @@ class Module(Problem):
         require_choice("execution", execution, ("auto", "loop", "vmap", "turns"))
         self.chunk = self._samples_per_call()
         self.execution = self._choose_execution() if execution == "auto" else execution
+        if self.execution == "vmap" and (self.random or self.normalised):
+            raise CadenError('`execution = "vmap"` cannot run dropout or batch normalisation: leave it out.')
+        single = [i for i, shard in zip(self.ids, self.shards) if shard.count == 1]
+        if self.normalised and single:
+            raise CadenError(
+                f"Agents {', '.join(map(str, single[:8]))} have a single sample, but batch normalisation needs two: "
+                "use `caden.problems.group_norm`, or another partition."
+            )
         if self.random and self.execution == "loop":
             self.execution = "turns"  # torch has one generator for all threads
         self.metric_names = () if test is None else tuple(training.metrics)
