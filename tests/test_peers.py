@@ -83,6 +83,28 @@ def test_lockstep_peers_end_in_the_bits_of_the_simulator(tmp_path, method, parti
         assert found[agent].rows[-1]["communications"] == result.rows[-1]["communications"]
 
 
+NETWORK = {"name": "classification", "data": "digits", "samples": 200, "test_samples": 50, "agents": 6, "model": "cnn"}
+NETWORK |= {"hidden": 8, "dropout": 0.2, "norm": "batch", "batch_size": 8}
+ADAM = {"name": "caden", "mu_z": 0.1, "solver": {"name": "torch_optim", "optimizer": "AdamW", "lr": 0.01}}
+
+
+def test_peers_train_a_network_on_the_draws_of_the_simulator(tmp_path):
+    config = fleet_file(tmp_path, problem=NETWORK, method=ADAM, participation=0.5, local_steps=2, rounds=5)
+    result = simulated(config)
+    ended = as_threads(config, tmp_path)
+    for agent in range(6):
+        assert torch.equal(ended[agent].x[0], result.x[agent]), ended[agent]
+        assert ended[agent].rows[-1]["accuracy"] is not None
+
+
+@pytest.mark.slow
+def test_free_peers_train_a_network_and_are_replayed(tmp_path):
+    config = fleet_file(tmp_path, "free", problem=NETWORK, method=ADAM, local_steps=2, rounds=15)
+    ended = as_threads(config, tmp_path)
+    assert all(ended[agent].rows[-1]["round"] == 15 for agent in range(6))
+    assert all(again.same for again in replay(tmp_path))
+
+
 LESS = {"bits": {"bits": 3}, "trigger": {"trigger": {"first": 0.3, "decay": 0.9}, "top": 0.5}}
 
 

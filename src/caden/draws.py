@@ -55,6 +55,14 @@ def batch(seed: int, round: int, step: int, agent: int, samples: int, size: int)
 
 
 @contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch within the block, for the first parameters of a model; other threads that draw wait meanwhile."""
+    with _generators, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
 def randomness(seed: int, round: int, step: int, agent: int, of: str = "model") -> Iterator[None]:
     """Seed the generators within the block; afterwards they are as before.
 
@@ -67,12 +75,17 @@ def randomness(seed: int, round: int, step: int, agent: int, of: str = "model") 
     with _generators:
         others = (random.getstate(), np.random.get_state()) if of == "data" else None  # noqa: NPY002
         before = torch.get_rng_state()
+        on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
         try:
             torch.default_generator.manual_seed(drawn)
+            if on_gpu is not None:
+                torch.cuda.manual_seed_all(drawn)
             if others is not None:
                 random.seed(drawn), np.random.seed(drawn % 2**32)  # noqa: NPY002
             yield
         finally:
             torch.set_rng_state(before)
+            if on_gpu is not None:
+                torch.cuda.set_rng_state_all(on_gpu)
             if others is not None:
                 random.setstate(others[0]), np.random.set_state(others[1])  # noqa: NPY002

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from caden import data as datasets
+from caden.draws import seeded
 from caden.errors import CadenError, require_integer
 from caden.problems._classification import classification
 from caden.problems._module import Module, accuracy
@@ -69,8 +70,7 @@ def transformer(
         require_integer(name, value, least=1)
     if width % heads:
         raise CadenError(f"`width` must be a multiple of `heads`, got {width} and {heads}.")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return Transformer(tokens, context, width, layers, heads, dropout)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
+from caden.draws import seeded
 from caden.errors import require_choice, require_integer
 from caden.problems._normalisation import group_norm
 
@@ -12,8 +12,7 @@ from caden.problems._normalisation import group_norm
 def mlp(inputs: int, outputs: int, hidden: int = 128, seed: int = 0) -> nn.Sequential:
     """The paper's network: two fully connected layers without biases and a ReLU between them."""
     require_integer("hidden", hidden, least=1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return nn.Sequential(
             nn.Flatten(),
             nn.Linear(inputs, hidden, bias=False),
@@ -37,8 +36,7 @@ def cnn(
     207018
     """
     require_integer("hidden", hidden, least=1), require_choice("norm", norm, ("group", "batch", "none"))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         layers: list[nn.Module] = []
         for before, after in ((channels, 16), (16, 32)):
             layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
