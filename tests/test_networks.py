@@ -213,6 +213,39 @@ def test_the_number_of_steps_cannot_be_found_in_noise():
         caden.simulate(method, make(), graphs.ring(3), 2, local_steps="auto")
 
 
+@pytest.mark.parametrize("awake", [1.0, 0.5])
+def test_dpsgd_is_two_lines(awake):
+    quadratic, graph = problems.quadratic(agents=5, dim=3), graphs.ring(5)
+    result = caden.simulate(
+        methods.dpsgd(0.02, momentum=0.0), quadratic, graph, 6, local_steps=2, participation=awake, seed=3
+    )
+    x, adjacency = torch.zeros(5, 3, dtype=torch.float64), torch.from_numpy(graph.adjacency).double()
+    for round in range(6):
+        up = torch.from_numpy(draws.Draw(3, 5).uniform("participation", round) < awake)
+        for _ in range(2):
+            x = torch.where(up[:, None], x - 0.02 * quadratic.value_and_grad(x)[1], x)
+        links = adjacency * up[:, None] * up
+        degree = links.sum(1)
+        weights = links / (1 + torch.maximum(degree[:, None], degree))
+        x = x + weights @ x - weights.sum(1, keepdim=True) * x
+    torch.testing.assert_close(result.x, x)
+
+
+def test_optimizers_may_stop_at_different_steps_where_nothing_is_drawn():
+    quadratic = problems.quadratic(agents=5, dim=3)
+    method = methods.caden(0.5, solver=solvers.torch_optim("SGD", lr=0.2))
+    result = caden.simulate(method, quadratic, graphs.ring(5), 300, local_steps="auto")
+    assert float((result.x - quadratic.solution).abs().max()) < 1e-6
+    with pytest.raises(CadenError, match="bias"):
+        caden.simulate(methods.dpsgd(), quadratic, graphs.ring(5), 2, local_steps="auto")
+
+
+def test_one_solver_serves_problems_of_other_types_and_shapes():
+    solver = solvers.torch_optim("AdamW", lr=0.01)
+    for dtype in (torch.float32, torch.float64):
+        caden.simulate(methods.local(solver=solver), make(dtype=dtype), graphs.ring(3), 1, local_steps=1)
+
+
 # Where local steps begin.
 
 
@@ -234,6 +267,16 @@ def test_anchor_of_the_first_round_by_hand():
     anchor = (2 * x + x.roll(1, 0) + x.roll(-1, 0)) / 4
     expected = anchor - 0.1 * quadratic.value_and_grad(anchor)[1]
     torch.testing.assert_close(result.x, expected)
+
+
+@pytest.mark.parametrize("name", ["caden", "dinno", "adapd"])
+def test_an_awake_agent_without_local_steps_stays(name):
+    quadratic = problems.quadratic(agents=4, dim=3)
+    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    method = getattr(methods, name)(solver="gd", start="anchor")
+    result = caden.simulate(method, quadratic, graphs.ring(4), 1, x0=x, local_steps=[0, 2, 2, 2])
+    assert torch.equal(result.x[0], x[0]) and not torch.equal(result.x[1], x[1])
+    assert result.rows[-1]["objective"] == pytest.approx(float(quadratic.value_and_grad(result.x)[0].sum()))
 
 
 def test_anchor_is_refused_with_a_rule_that_measures_from_x():
@@ -431,6 +474,10 @@ def test_dropout_is_one_function_for_line_searches_and_off_for_exact_metrics():
     torch.testing.assert_close(problem.value_and_grad(x)[0], torch.stack(expected))
 
 
+def flat_norm():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         yield torch.zeros(1, 8, 8), 0
@@ -439,6 +486,36 @@ class Stream(IterableDataset):
 class Torn(Noisy):
     def __getitem__(self, i):
         raise OSError("the disk is gone")
+
+
+class Named(Noisy):
+    """`labels` are the names of the classes, not one label per sample."""
+
+    labels = ("cat", "dog", "owl")
+
+    def __init__(self):
+        super().__init__()
+        self.classes = self.targets
+        del self.targets
+
+    def __len__(self):
+        return len(self.classes)
+
+    def __getitem__(self, i):
+        return self.inputs[i], int(self.classes[i])
+
+
+def test_names_of_classes_are_no_targets():
+    assert sum(shard.count for shard in make(data=Named()).shards) == 120
+
+
+def test_a_random_loss_is_drawn_like_a_mask():
+    def noisy(output, target):
+        return cross_entropy(output + torch.randn_like(output), target)
+
+    problem = make(loss=noisy, loss_is_mean=True)
+    x, view = problem.start.expand(3, -1), problem.at(1)
+    assert problem.random and torch.equal(view.value_and_grad(x)[0], problem.at(1).value_and_grad(x)[0])
 
 
 class Nameless(Noisy):
@@ -453,7 +530,15 @@ class Nameless(Noisy):
         (lambda: make(data=Torn()), r"Sample \d+ cannot be read \(OSError: the disk is gone\)"),
         (lambda: make(data=Nameless()), "no `label`"),
         (lambda: make(small(dropout=0.3), execution="vmap"), "vmap"),
-        (lambda: make(small(norm="batch"), partition=[range(9), [9], range(10, 120)]), "Agents 1 have a single sample"),
+        (lambda: make(flat_norm(), partition=[range(9), [9], range(10, 120)]), "Agents 1 have a single sample"),
+        (lambda: make(flat_norm(), batch_size=1), "Agents 0, 1, 2 have a single sample"),
+        (lambda: make(small(norm="batch"), microbatch=2), "couple"),
+        (lambda: make(loss=lambda o, t: cross_entropy(o, t, reduction="sum"), microbatch=2), "loss_is_mean"),
+        (lambda: make(data=(np.zeros((5, 1, 8, 8)), np.zeros(4, int))), "5 inputs but 4 targets"),
+        (lambda: make(metrics={"a": lambda o, t: o.wrong}), "wrong"),
+        (lambda: solvers.torch_optim(lambda p: None), "does not make an optimizer"),
+        (lambda: solvers.torch_optim(lambda p: torch.optim.SGD(p[:1], lr=1)), "leaves out"),
+        (lambda: solvers.torch_optim("SGD", lr=0.1, schedule=0.5), "schedule"),
         (lambda: make(autocast="float8"), "float16"),
         (lambda: make(microbatch=0), "microbatch"),
         (lambda: problems.cnn(1, 8, 3, norm="layer"), "norm"),
@@ -487,6 +572,37 @@ def test_metrics_in_between_are_cheap_and_the_last_row_is_complete():
     assert exact.history.relative_error.notna().all() and torch.equal(exact.x, result.x)
     assert exact.rows[-1]["accuracy"] == result.rows[-1]["accuracy"]
     assert exact.rows[-1]["gradients"] == result.rows[-1]["gradients"]
+
+
+def test_a_run_that_stops_early_ends_with_all_test_data():
+    problem = make()
+    result = caden.simulate(
+        methods.dpsgd(), problem, graphs.ring(3), 20, local_steps=2, callbacks=[lambda row, state: row["round"] == 4]
+    )
+    assert result.stopped == "callback"
+    assert result.summary()["accuracy"] == pytest.approx(float(problem.evaluate(result.x)["accuracy"].mean()))
+
+
+def test_recorded_rounds_are_those_that_are_tested():
+    result = caden.simulate(methods.dpsgd(), make(), graphs.ring(3), 30, local_steps=2, record_every=5)
+    assert list(result.history["round"][result.history.accuracy.notna()]) == [0, 10, 20, 30]
+
+
+def test_an_object_with_draws_of_its_own_is_a_problem():
+    class Drawn:
+        def __init__(self, round=None):
+            self.inner, self.stochastic, self.shift = problems.quadratic(3, 2), round is not None, (round or 0) % 3
+            self.agents, self.dim, self.dtype, self.device = 3, 2, self.inner.dtype, self.inner.device
+
+        def value_and_grad(self, x, rows=None):
+            value, gradient = self.inner.value_and_grad(x, rows)
+            return value, gradient + 0.01 * self.shift
+
+        def at(self, round):
+            return Drawn(round)
+
+    for method in (methods.caden(0.3, solver="adam"), methods.fedavg(0.02), methods.caden(0.3, solver="gd")):
+        assert bool(caden.simulate(method, Drawn(), graphs.ring(3), 3).x.isfinite().all())
 
 
 def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path):

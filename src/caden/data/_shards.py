@@ -79,20 +79,30 @@ class Reader:
     """Training samples by index, converted to a dtype and a device as they are read."""
 
     def __init__(self, data: Any, dtype: torch.dtype, device: str, label: str = "label"):
-        self._data, self._dtype, self._device, self._label = data, dtype, device, label
         self._arrays = isinstance(data, tuple | list)
+        data = (data[0], np.asanyarray(data[1])) if self._arrays else data
+        self._data, self._dtype, self._device, self._label = data, dtype, device, label
+        self.runs_code = not self._arrays  # of the user, which may be random
         if isinstance(data, IterableDataset):
             raise CadenError(
                 "An IterableDataset has no samples by index, so no draw of it could be repeated: use another."
             )
-        self.count = len(data[0]) if self._arrays else len(data)
+        self.count = len(leaves(data[0])[0]) if self._arrays else len(data)
+        if self._arrays and any(len(part) != self.count for part in leaves(data)):
+            raise CadenError(f"`train` has {self.count} inputs but {len(data[1])} targets.")
 
     def read(self, indices: np.ndarray) -> tuple[Any, Any]:
         """Return inputs and targets of these samples."""
         if self._arrays:
             inputs, targets = (over(part, lambda a: torch.from_numpy(np.array(a[indices]))) for part in self._data)
         else:
-            inputs, targets = self._split(default_collate([self._sample(int(i)) for i in indices]))
+            samples = [self._sample(int(i)) for i in indices]
+            try:
+                inputs, targets = self._split(default_collate(samples))
+            except (TypeError, RuntimeError) as error:
+                raise CadenError(f"Samples do not make a batch ({str(error).splitlines()[0]}).") from None
+        if not all(isinstance(part, Tensor) for part in (*leaves(inputs), *leaves(targets))):
+            raise CadenError("Samples must consist of numbers, arrays or tensors: convert texts before.")
         return over(inputs, self._converted), over(targets, lambda t: self._converted(t, target=True))
 
     def _sample(self, index: int) -> Any:
@@ -121,8 +131,9 @@ class Reader:
         if self._arrays:
             return np.asarray(self._data[1])
         for name in ("targets", "labels"):
-            if hasattr(self._data, name):
-                return np.asarray(getattr(self._data, name))
+            value = getattr(self._data, name, None)
+            if value is not None and not callable(value) and np.shape(value)[:1] == (self.count,):
+                return np.asarray(value)
         if hasattr(self._data, "column_names"):
             return np.asarray(self._data[self._label])
         chunks = [self.read(np.arange(a, min(a + 256, self.count)))[1] for a in range(0, self.count, 256)]
@@ -132,10 +143,10 @@ class Reader:
         """Return whether reading a sample twice gives two results, in eight attempts."""
         if self._arrays:
             return False
-        seen = []
+        seen, some = [], np.unique(np.linspace(0, self.count - 1, 8).astype(int))
         for attempt in range(8):
             with randomness(0, attempt, 0, 0, of="data"):
-                seen.append(leaves(self.read(np.arange(min(4, self.count)))))
+                seen.append(leaves(self.read(some)))
         return any(not torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))
 
 

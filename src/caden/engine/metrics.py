@@ -8,9 +8,7 @@ from torch import Tensor
 
 from caden.engine.run import Run
 
-
-def _own(rows: Tensor) -> Tensor:
-    return rows
+Gather = Callable[[Tensor], Tensor]
 
 
 def _square(x: Tensor) -> float:
@@ -33,7 +31,7 @@ def lyapunov(x: Tensor, gradient: Tensor, phi: Tensor, first: Tensor, second: Te
     return _square(gradient + phi) + apart / 2  # each edge occurs twice in the double sum
 
 
-def _local_steps(steps: Tensor | None, gather: Callable[[Tensor], Tensor]) -> dict[str, float | None]:
+def _local_steps(steps: Tensor | None, gather: Gather) -> dict[str, float | None]:
     """Return the mean, least and most local steps of the agents that worked in the last round."""
     names = ("local_steps", "local_steps_least", "local_steps_most")
     taken = None if steps is None else gather(steps)
@@ -71,14 +69,14 @@ def measure(run: Run, exact: bool = True, last: bool = True) -> dict[str, float 
     return row | on_test_data(run, exact or last, gather)
 
 
-def batch_loss(losses: Tensor | None, gather: Callable[[Tensor], Tensor] = _own) -> float | None:
+def batch_loss(losses: Tensor | None, gather: Gather | None = None) -> float | None:
     """Return the mean loss of the batches that the agents saw in the last round."""
-    seen = None if losses is None else gather(losses)
+    seen = losses if losses is None or gather is None else gather(losses)
     seen = None if seen is None else seen[~seen.isnan()].double()
     return None if seen is None or not len(seen) else float(seen.mean())
 
 
-def on_test_data(run: Run, everything: bool, gather: Callable[[Tensor], Tensor] = _own) -> dict[str, float | None]:
+def on_test_data(run: Run, everything: bool, gather: Gather | None = None) -> dict[str, float | None]:
     """Return the mean metrics of the test data; None in rounds that do not measure them."""
     problem, x = run.problem.whole, run.state.x
     if everything:
@@ -87,4 +85,4 @@ def on_test_data(run: Run, everything: bool, gather: Callable[[Tensor], Tensor] 
         metrics = problem.glance(x)
     else:
         return dict.fromkeys(problem.metric_names)
-    return {name: float(gather(values).mean()) for name, values in metrics.items()}
+    return {name: float((values if gather is None else gather(values)).mean()) for name, values in metrics.items()}

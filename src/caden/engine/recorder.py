@@ -10,7 +10,7 @@ from torch import Tensor
 
 from caden.engine.checkpoint import Checkpoints, Part
 from caden.engine.history import Result, Row
-from caden.engine.metrics import measure
+from caden.engine.metrics import measure, on_test_data
 from caden.engine.run import Run
 from caden.engine.run_directory import RunDirectory
 from caden.errors import RunError
@@ -84,6 +84,12 @@ class Recorder:
                 self._writes.append(row)
         return row
 
+    def complete(self) -> None:
+        """Measure the last row on all test data, if the run ended early; metrics.csv keeps that of the sample."""
+        if self.rows and not self._exact and self.run.index != self.run.rounds:
+            gather = self.run.network.transport.gather if self._row is full_row else None
+            self.rows[-1] |= on_test_data(self.run, True, gather)
+
     def save(self, tensors: Mapping[str, Tensor] = MappingProxyType({}), sync: bool = True, **numbers: float) -> None:
         """Write a checkpoint with the caller's additions; the metrics it depends on are on disk before it."""
         if self._checkpoints is None or self.run_dir is None:
@@ -109,6 +115,7 @@ class Recorder:
 
     def finish(self, target: float | None, stopped: str, picture: bool) -> Result:
         """Return the complete run and write its last files."""
+        self.complete()
         result = self._result(target, stopped)
         if self._writes:
             with explained(self._writes.path):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from caden._tensor.states import flatten, restore
-from caden.core import Info, Method, Problem
+from caden.core import Info, Method, Problem, complete
 from caden.engine.checkpoint import Part
 from caden.engine.redeal import redeal
 from caden.engine.warmup import Warmup, start_point, warm_up
@@ -38,7 +38,7 @@ class CountingProblem(Problem):
     """A problem that counts and times its gradients, one per agent and evaluation; in a round it is that round's."""
 
     def __init__(self, problem: Problem):
-        self.whole, self._now, self._tally = problem, problem.at(-1), _Tally()
+        self.whole, self._now, self._tally = problem, complete(problem.at(-1)), _Tally()
         self.agents, self.dim, self.dtype, self.device = problem.agents, problem.dim, problem.dtype, problem.device
         self.hessian, self.execution, self.shapes = problem.hessian, problem.execution, problem.shapes
         self.stochastic = self._now.stochastic
@@ -60,7 +60,7 @@ class CountingProblem(Problem):
         self._tally.gradients, self._tally.seconds = 0, 0.0
 
     def _of(self, functions: Problem) -> CountingProblem:
-        view = copy.copy(self)
+        view, functions = copy.copy(self), complete(functions)
         view._now, view.stochastic = functions, functions.stochastic
         return view
 
@@ -108,7 +108,7 @@ class Run:
         self._awake, self._work = awake, work
         self.counts_steps = work.accuracy is not None  # agents decide how many local steps they take
         self.index = 0  # rounds done
-        self.rounds = 0  # rounds planned; 0: unknown
+        self.rounds, self.record_every = 0, 1  # rounds planned (0: unknown), and between two rows
         self.active = network.graph.agents  # how many were awake in the last one
         self.info = Info()
         self.outside: tuple[str, ...] = ()  # conditions that the method is known not to survive
@@ -215,9 +215,10 @@ class Run:
     @property
     def tested(self) -> bool:
         """Whether mini-batch runs look at the test data now: seldom enough to take a tenth of the gradients' time."""
-        gradients = float(self._work(0).double().mean()) * float(self._awake.probability(0).mean())
-        every = math.ceil(_TESTS * self.problem.whole.metrics_cost / max(gradients, 1e-9))
-        return self.index % max(every, 1) == 0
+        work = float(torch.stack([self._work(round) for round in range(10)]).double().mean())
+        gradients = max(work * float(self._awake.probability(0).mean()), 0.1)
+        every = math.ceil(_TESTS * self.problem.whole.metrics_cost / gradients / self.record_every)
+        return self.index % (max(every, 1) * self.record_every) == 0
 
     def scalars(self) -> dict[str, float]:
         """Return the single numbers of the method's state, such as mu_z; the largest, if every agent has its own."""

@@ -78,7 +78,7 @@ def simulate(
     conditions, stopping, saving = group_options(options)
     transport = Memory() if transport is None else transport
     run, start = prepare(method, problem, graph, conditions, seed, transport, x0)
-    run.rounds = rounds
+    run.rounds, run.record_every = rounds, saving.record_every
     if transport.rank == 0:
         warn_outside(run)
     recorder = Recorder(run, saving.path, exact=saving.metrics == "exact" or stopping.tolerance is not None)

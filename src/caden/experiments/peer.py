@@ -56,7 +56,7 @@ def prepare_peer(
     transport = Free(agent, link, fleet.clip) if fleet.mode == "free" else Lockstep(agent, link)
     conditions = Conditions(schedules.from_spec(config.participation), config.workload, config.messages)
     run, start = prepare(method, problem, graph, conditions, config.seed, transport)
-    run.rounds = config.rounds
+    run.rounds, run.record_every = config.rounds, config.record_every
     return run, start, transport
 
 
@@ -148,7 +148,7 @@ class _Peer:
         show: Show | None,
     ):
         self.run, self.start, self.transport = prepare_peer(config, agent, built, link)
-        self.recorder = Recorder(self.run, folder, self._history_row)
+        self.recorder = Recorder(self.run, folder, self._history_row, config.metrics == "exact")
         self.config, self.fleet, self.agent, self.link, self.missing = config, fleet, agent, link, missing
         self.stop, self.show, self.shown_at, self.synced_at = stop, show, 0.0, 0.0
         self.clock, self.calm, self.change, self.time_is_up, self.reason = 0.0, 0, math.inf, False, ""
@@ -195,6 +195,7 @@ class _Peer:
             recorder.record()
         self._show_status("done")
         link.linger(self.stop)
+        recorder.complete()
         assert recorder.run_dir is not None
         folder, target = recorder.run_dir.path, self.config.target
         result = Result(run.state.x, recorder.rows, run.problem.whole, target, folder, {}, self.reason)

@@ -97,6 +97,8 @@ def score(record: Record) -> tuple[float, float]:
 def held_out(config: Experiment) -> Experiment:
     """Return the experiment measured on held-out training samples, a sixth unless `validation` is set."""
     table = {k: v for k, v in config.problem.items() if k != "test_samples"}
+    if table["name"] == "language":
+        return config.model_copy(update={"problem": {"validation": 300, **config.problem}})
     if table["name"] != "classification":
         return config
     total = len(data.load(table.get("data", "digits"))[0][0])

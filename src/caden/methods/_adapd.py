@@ -22,6 +22,7 @@ holds in every round.
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from caden import solvers
@@ -90,7 +91,7 @@ def adapd(
             memory, info = memory._replace(value=value, gradient=gradient), Info(value, gradient)
         else:
             elsewhere = begins_at_anchor(round)
-            begin = awake(round, x0, state.x) if elsewhere else state.x
+            begin = torch.where(round.work.unsqueeze(1) > 0, x0, state.x) if elsewhere else state.x
             objective = round.objective(y + (begin - x0) / eta, 0 * round.degree + 1 / eta, elsewhere=elsewhere)
             x, memory, info = local.solve(objective, begin, round.work, memory)
         new = awake(round, (x + state.q + eta * (y - z)) / 2, x0)

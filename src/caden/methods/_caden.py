@@ -276,9 +276,9 @@ def _pull(state: State, mu_z: Tensor, round: Round) -> Tensor:
 
 
 def _anchor(state: State, round: Round) -> tuple[Tensor, Tensor]:
-    """Return the mean of each awake agent's anchors, and the pull there: that of the duals alone."""
+    """Return the mean of each working agent's anchors, and the pull there: that of the duals alone."""
     assert state.gap is not None
-    return torch.where(round.active, state.x - state.gap / round.degree.clamp(min=1), state.x), state.phi
+    return torch.where(round.work.unsqueeze(1) > 0, state.x - state.gap / round.degree.clamp(min=1), state.x), state.phi
 
 
 def _agent_update(state: State, x: Tensor, heard: Heard, round: Round, relax: float, mu_y: Tensor | float) -> State:

@@ -67,7 +67,7 @@ def dinno(
         phi = state.phi + rho_t * awake_laplacian
         apart, elsewhere, begin = heard.laplacian(), begins_at_anchor(round), state.x
         if elsewhere:
-            begin = torch.where(round.active, state.x - apart / (2 * round.degree.clamp(min=1)), state.x)
+            begin = torch.where(round.work.unsqueeze(1) > 0, state.x - apart / (2 * round.degree.clamp(min=1)), state.x)
         slope = phi if elsewhere else phi + rho_t * apart
         objective = round.objective(slope, 2 * rho_t * round.degree, elsewhere=elsewhere)
         solved = local.solve(objective, begin, round.work, state.memory)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Round
+from caden.errors import CadenError
 from caden.methods._registry import EVERYTHING, register
 
 
@@ -29,7 +30,7 @@ class State(NamedTuple):
 _SPACE = {"lr": {"low": 0.001, "high": 1.0}}
 
 
-@register({"lr": 0.02, "momentum": 0.0}, space=_SPACE)
+@register({"lr": 0.02, "momentum": 0.0}, space=_SPACE, equal_steps=True)
 def dpsgd(lr: float = 0.03, momentum: float = 0.9, solver: LocalSolver | str | dict[str, Any] | None = None) -> Method:
     """D-PSGD: local steps of any optimizer, then averaging with the neighbours; biased where data differ.
 
@@ -49,7 +50,7 @@ def dpsgd(lr: float = 0.03, momentum: float = 0.9, solver: LocalSolver | str | d
     return _method("dpsgd", lr, momentum, solver, mixes=True)
 
 
-@register({"lr": 0.02, "momentum": 0.0}, EVERYTHING, _SPACE)
+@register({"lr": 0.02, "momentum": 0.0}, EVERYTHING, _SPACE, equal_steps=True)
 def local(lr: float = 0.03, momentum: float = 0.9, solver: LocalSolver | str | dict[str, Any] | None = None) -> Method:
     """Local training without any communication, to compare with; it finds the agents' own minimisers.
 
@@ -76,7 +77,11 @@ def _method(name: str, lr: float, momentum: float, solver: Any, mixes: bool) -> 
         return State(x, optimizer.init(round.problem, x, round.curvature))
 
     def step(state: State, round: Round) -> tuple[State, Info]:
-        objective = round.objective(0 * state.x, 0 * round.degree)
+        if round.accuracy is not None:
+            raise CadenError(
+                f'`local_steps = "auto"` needs a method like `caden`: unequal numbers of steps bias {name}.'
+            )
+        objective = round.objective(0 * state.x, 0 * round.degree, elsewhere=mixes)  # mixing moved it
         x, memory, info = optimizer.solve(objective, state.x, round.work, state.memory)
         if mixes:  # the gradient in `info` is that before
             return State(round.broadcast(x).mix(), memory), Info(steps=info.steps, seen=info.seen)

@@ -40,15 +40,19 @@ CARDS: dict[str, Card] = {}
 
 
 def register(
-    unit_parameters: dict[str, Any], survives: str = "", space: dict[str, Any] | None = None, theory: bool = False
+    unit_parameters: dict[str, Any],
+    survives: str = "",
+    space: dict[str, Any] | None = None,
+    theory: bool = False,
+    equal_steps: bool = False,
 ) -> Callable[[Factory], Factory]:
-    """Register a factory under its own name."""
+    """Register a factory under its own name; `equal_steps`: its solver must not stop by itself."""
 
     def decorate(factory: Factory) -> Factory:
         conditions = frozenset(require_choice("condition", word, CONDITIONS) for word in survives.split())
         METHODS[factory.__name__] = factory
         takes = inspect.signature(factory).parameters.values()
-        has_solver = any(p.name == "solver" or p.kind is p.VAR_KEYWORD for p in takes)
+        has_solver = not equal_steps and any(p.name == "solver" or p.kind is p.VAR_KEYWORD for p in takes)
         CARDS[factory.__name__] = Card(unit_parameters, conditions, space or {}, theory, has_solver)
         return factory
 

@@ -47,6 +47,13 @@ def _shards(
     return [Held(*whole.read(np.asarray(parts[i]))) for i in wanted], parts, whole.targets.cpu().numpy()
 
 
+def _probe(train: Any, lazy: Reader | None, common: Any) -> Held:
+    """Return the first few samples, on which every process tries the model."""
+    if lazy is not None:
+        return Held(*lazy.read(np.arange(min(8, lazy.count))))
+    return Held(*held(train, "train", *common).read(slice(0, 8)))
+
+
 def _source(
     train: Any, dtype: torch.dtype, device: str, label: str, batch_size: int | None
 ) -> tuple[Any, Reader | None]:
@@ -124,6 +131,8 @@ def classification(
         train, lambda labels: partition_from_spec(partition, labels, agents, seed), wanted, lazy, (dtype, device)
     )
     held_out = _test_set(test, dtype, device, label)
+    if held_out is not None and not held_out.count:
+        raise CadenError("`test` is empty.")
     if held_out is not None:
         _require_same_shape(shards[0].read(slice(0, 1))[0], held_out.inputs)
     if metrics is None:
@@ -131,9 +140,12 @@ def classification(
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     scale = counts * agents / counts.sum() if weight == "samples" else torch.ones_like(counts)
     mean = is_mean(loss) if loss_is_mean is None else loss_is_mean
-    random_data = lazy is not None and lazy.is_random()
+    runs_code = lazy is not None and lazy.runs_code
+    random_data = lazy is not None and runs_code and lazy.is_random()
     precision = None if autocast is None else _AUTOCAST[autocast]
-    training = Training(loss, metrics, batch_size, seed, mean, microbatch, precision, random_data)
+    training = Training(loss, metrics, batch_size, seed, mean, microbatch, precision, random_data, runs_code)
+    probe = _probe(train, lazy, (dtype, device))
+    training = training._replace(typical=max(1, round(float(counts.mean()))), probe=probe)
     model = copy.deepcopy(model).to(device, dtype)
     return Module(model, shards, held_out, scale[wanted].to(device, dtype), execution, training, wanted)
 
@@ -143,6 +155,8 @@ def _test_set(test: Any, dtype: torch.dtype, device: str, label: str) -> Held | 
         return None
     if is_lazy(test) and not isinstance(test, tuple | list):
         source = Reader(test, dtype, device, label)
+        if not source.count:
+            raise CadenError("`test` is empty.")
         return Held(*source.read(np.arange(source.count)))
     return held(test, "test", dtype, device)
 

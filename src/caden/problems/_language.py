@@ -102,6 +102,7 @@ def language(
     The end of each author's texts is held out: of its windows, `test_samples` are the test set. With `validation`,
     so many others of them take its place.
     """
+    require_integer("agents", agents, least=1), require_integer("validation", validation)
     texts = datasets.load_texts(data)
     if agents > len(texts):
         raise CadenError(f"`agents` must be at most {len(texts)}, the number of authors, got {agents}.")
@@ -119,6 +120,8 @@ def language(
         fewest = min(range(agents), key=lambda i: sum(map(len, parts[i])))
         parts[fewest].append(np.arange(count, count + len(windows[-1])))
         count += len(windows[-1])
+    if not windows[-1].numel() or not held_out[-1].numel():
+        raise CadenError(f"`context` must be shorter than a tenth of every author's texts, got {context}.")
     train, rest = torch.cat(windows), torch.cat(held_out)
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(rest)))
     wanted = slice(test_samples, test_samples + validation) if validation else slice(0, test_samples)

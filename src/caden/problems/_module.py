@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.modules.dropout import _DropoutNd
 
 from caden._tensor.parallel import AGENT_LOOPS, run_in_threads
 from caden._tensor.rows import aligned, row_numbers, rows_separately, take_rows
@@ -56,6 +57,9 @@ class Training(NamedTuple):
     microbatch: int | None = None  # samples per call; None: as many as fit
     autocast: torch.dtype | None = None
     random_data: bool = False  # reading a sample again gives another one
+    runs_code: bool = False  # reading runs the user's code, which gets its own seed
+    typical: int = 1  # mean number of samples of all agents, also of those elsewhere
+    probe: Held | None = None  # a few samples, on which every process tries the model
 
 
 class Module(Problem):
@@ -99,10 +103,10 @@ class Module(Problem):
         require_choice("execution", execution, ("auto", "loop", "vmap", "turns"))
         self.chunk = self._samples_per_call()
         self.execution = self._choose_execution() if execution == "auto" else execution
-        if self.execution == "vmap" and (self.random or self.normalised):
-            raise CadenError('`execution = "vmap"` cannot run dropout or batch normalisation: leave it out.')
-        single = [i for i, shard in zip(self.ids, self.shards) if shard.count == 1]
-        if self.normalised and single:
+        if self.execution == "vmap" and (self.random or self.normalised or training.microbatch):
+            raise CadenError('`execution = "vmap"` cannot run dropout, batch normalisation or microbatches.')
+        single = [i for i, shard in zip(self.ids, self.shards) if min(shard.count, training.batch_size or 2) == 1]
+        if self.normalised and single and not self._takes_single_samples():
             raise CadenError(
                 f"Agents {', '.join(map(str, single[:8]))} have a single sample, but batch normalisation needs two: "
                 "use `caden.problems.group_norm`, or another partition."
@@ -112,22 +116,24 @@ class Module(Problem):
         self.metric_names = () if test is None else tuple(training.metrics)
         # The test samples of `glance` are forward passes only, a third of a gradient.
         tested = 0 if test is None else min(test.count, _GLANCE) + (_CALIBRATION if self.normalised else 0)
-        self.metrics_cost = tested / 3 / (training.batch_size or self.shards[0].count)
+        self.metrics_cost = tested / 3 / (training.batch_size or training.typical)
 
     # What the model is.
 
     def _examine_model(self) -> None:
         """Try the model: whether it is random and whether it keeps statistics; refuse other hidden state."""
-        inputs, targets = self._read(0, slice(0, 8))
+        inputs, targets = self._probe()
         trial = copy.deepcopy(self.model)
         before = {n: b.clone() for n, b in trial.named_buffers()}
-        outputs = []
+        outputs, losses = [], []
         try:
             with torch.no_grad():
                 for attempt in range(2):
                     with randomness(0, attempt, 0, 0):
                         outputs.append(self._forward(trial, {}, inputs))
-                loss = self._loss(outputs[0], targets)
+                        losses.append(self._loss(outputs[-1], targets))
+                for metric in self.training.metrics.values():
+                    float(metric(outputs[0], targets))
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
             message = str(error).splitlines()[0]
             raise CadenError(f"The model or the loss does not accept these data ({message}).") from None
@@ -138,11 +144,24 @@ class Module(Problem):
                 f"The model changes buffers of `{min(changed - set(self.normalised))}` in its forward pass, so it is "
                 "not a function of its parameters; only the statistics of batch normalisation may change."
             )
-        self.random = any(not torch.equal(a, b) for a, b in zip(*map(leaves, outputs)))
-        if loss.ndim != 0:
+        drawn = [[t for t in leaves(output) if isinstance(t, Tensor)] + [loss] for output, loss in zip(outputs, losses)]
+        dropout = any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in trial.modules())
+        self.random = dropout or any(not torch.equal(a, b) for a, b in zip(*drawn))
+        if losses[0].ndim != 0:
             raise CadenError("`loss` must return a scalar, the mean over the samples.")
         if self.training.loss is cross_entropy and isinstance(outputs[0], Tensor) and not targets.is_floating_point():
-            self._require_labels(outputs[0].shape[-1])
+            self._require_labels(outputs[0].shape[-1 if outputs[0].ndim == 3 and targets.ndim == 2 else 1])
+
+    def _probe(self) -> tuple[Any, Any]:
+        probe = self.training.probe
+        return self._read(0, slice(0, 8)) if probe is None else (probe.inputs, probe.targets)
+
+    def _takes_single_samples(self) -> bool:
+        try:
+            self._forward(copy.deepcopy(self.model), {}, _part(self._probe()[0], slice(0, 1)))
+        except ValueError:  # of batch normalisation without other dimensions
+            return False
+        return True
 
     def _require_labels(self, outputs: int) -> None:
         labels = [shard.targets for shard in self.shards if isinstance(shard, Held)]
@@ -160,7 +179,7 @@ class Module(Problem):
         counts = [min(shard.count, self.training.batch_size or shard.count) for shard in self.shards]
         large = max(counts) * self.dim >= _LARGE or self.chunk < max(counts)
         large |= any(len(shape) > 2 for shape in self.shapes)
-        if self.random or self.normalised or self.lazy or self.training.autocast is not None:
+        if self.random or self.normalised or self.lazy or self.training.autocast or self.training.microbatch:
             return "loop"
         if len(set(counts)) > self.agents / 2 or (large and self.device.type == "cpu"):
             return "loop"
@@ -175,22 +194,25 @@ class Module(Problem):
 
     def _samples_per_call(self) -> int:
         """Return the number of samples per call: less than all only if f_i is a mean of one term per sample."""
-        counts = [min(shard.count, self.training.batch_size or shard.count) for shard in self.shards]
-        if self.training.microbatch is not None:
-            return self.training.microbatch
-        if not self.training.is_mean or self.shards[0].count < 4:
-            return max(shard.count for shard in self.shards)
-        inputs, _ = self._read(0, slice(0, 4))
+        microbatch, whole = self.training.microbatch, max(shard.count for shard in self.shards)
+        if microbatch is not None and not self.training.is_mean:
+            raise CadenError("`microbatch` needs a loss that is a mean over samples: promise `loss_is_mean=True`.")
+        inputs = _part(self._probe()[0], slice(0, 4))
+        if not self.training.is_mean or len(leaves(inputs)[0]) < 4:
+            return microbatch or whole
         model = self._model(exact=True)
         with torch.no_grad():
             together = leaves(self._forward(model, {}, inputs))
             halves = [leaves(self._forward(model, {}, _part(inputs, half))) for half in (slice(0, 2), slice(2, 4))]
         in_halves = [torch.cat(pair) for pair in zip(*halves)]
         if any(not torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(together, in_halves)):
-            return max(shard.count for shard in self.shards)  # a layer couples the samples of a batch
+            if microbatch is not None:
+                raise CadenError("`microbatch` would change the model, whose layers couple the samples of a batch.")
+            return whole
+        if microbatch is not None:
+            return microbatch
         size: int = sum(t[0].numel() * t.element_size() for t in leaves(inputs))
-        most = max(counts) if self.training.batch_size is None else max(shard.count for shard in self.shards)
-        return min(most, max(64, _CHUNK // size))
+        return min(whole, max(64, _CHUNK // size))
 
     def _model(self, exact: bool = False, test: bool = False) -> nn.Module:
         """Return this thread's copy of the model, as it was given, for exact metrics, or for the test data."""
@@ -259,7 +281,7 @@ class Module(Problem):
         return self._batches[agent]
 
     def _read(self, agent: int, chosen: np.ndarray | slice) -> tuple[Any, Any]:
-        if not self.training.random_data:
+        if not self.training.runs_code:
             return self.shards[agent].read(chosen)
         with randomness(self.training.seed, *(self._drawn or (-1, 0)), self.ids[agent], of="data"):
             return self.shards[agent].read(chosen)
@@ -413,18 +435,21 @@ class Module(Problem):
                 pieces = range(0, held.count, max(self.chunk, 256))
                 parts = [held.read(slice(a, a + pieces.step))[0] for a in pieces]
                 outputs = [self._forward(model, parameters, part) for part in parts]
-                whole = outputs[0] if len(outputs) == 1 else _joined(outputs)
+                whole = over(outputs[0] if len(outputs) == 1 else _joined(outputs), self._whole_precision)
                 for name, metric in self.training.metrics.items():
                     values[name][i] = metric(whole, held.targets)
 
         run_in_threads(evaluate_row, range(len(x)))
         return values
 
+    def _whole_precision(self, output: Any) -> Any:
+        return output.to(self.dtype) if isinstance(output, Tensor) and output.is_floating_point() else output
+
     def _calibrate(self, model: nn.Module, parameters: dict[str, Tensor], agents: Sequence[int]) -> None:
         """Set the statistics of batch normalisation to those of a fixed sample of the agents' training data."""
         if not self.normalised:
             return
-        each, layers = -(-_CALIBRATION // len(agents)), [model.get_submodule(name) for name in self.normalised]
+        each, layers = max(2, -(-_CALIBRATION // len(agents))), [model.get_submodule(name) for name in self.normalised]
         with forget_statistics(layers):
             for agent in agents:
                 chosen = batch(self.training.seed, -1, 0, self.ids[agent], self.shards[agent].count, each)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from caden._tensor.parallel import run_in_threads
-from caden._tensor.rows import row_norms, rows_separately, take_rows
+from caden._tensor.rows import row_norms, row_numbers, rows_separately, take_rows
 from caden.core import LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, require_choice, require_positive
 from caden.registry import load_object
@@ -152,11 +152,17 @@ def _builder(optimizer: Any, options: dict[str, Any]) -> tuple[Build, bool]:
         try:
             made = make(parameters, **options)
         except (TypeError, ValueError) as error:
-            raise CadenError(f"{name} does not accept these options ({error}).") from None
-        return list(made) if isinstance(made, list | tuple) else [made]
+            raise CadenError(f"{name} does not accept these options ({str(error).splitlines()[0]}).") from None
+        optimizers = list(made) if isinstance(made, list | tuple) else [made]
+        if not all(isinstance(one, Optimizer) for one in optimizers):
+            raise CadenError(f"{name} does not make an optimizer of PyTorch.")
+        owned = {p.data_ptr() for one in optimizers for group in one.param_groups for p in group["params"]}
+        if not {p.data_ptr() for p in parameters} <= owned:
+            raise CadenError(f"{name} leaves out some of the parameters: freeze them with requires_grad=False instead.")
+        return optimizers
 
     elementwise = any(optimizer is getattr(torch.optim, n) for n in ELEMENTWISE)
-    build([nn.Parameter(torch.zeros(2, 2))])  # wrong options are found at once
+    build([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))])  # wrong options are found at once
     return build, elementwise
 
 
@@ -183,6 +189,8 @@ def torch_optim(
     """
     build, elementwise = _builder(optimizer, options)
     rate = SCHEDULES[require_choice("schedule", schedule, SCHEDULES)] if isinstance(schedule, str) else schedule
+    if not callable(rate):
+        raise CadenError(f"`schedule` must be a name or a function of the part that is over, got {schedule!r}.")
     if clip is not None:
         require_positive("clip", clip)
     local = _Optimizers(build, elementwise, carry, rate, clip)
@@ -194,7 +202,7 @@ class _Optimizers:
 
     def __init__(self, build: Build, elementwise: bool, carry: bool, rate: Schedule, clip: float | None):
         self._build, self._elementwise, self._carry, self._rate, self._clip = build, elementwise, carry, rate, clip
-        self._places: dict[tuple[int, bool], list[_Place]] = {}  # a cache: a function of the problem and the options
+        self._places: dict[tuple[Any, ...], list[_Place]] = {}  # a cache: a function of the problem and the options
 
     def _team(self, problem: Problem, rows: Tensor, values: Tensor) -> _Team:
         shapes = [torch.Size([problem.dim])] if problem.shapes is None else problem.shapes
@@ -205,13 +213,13 @@ class _Optimizers:
 
     def _layout(self, problem: Problem, x: Tensor) -> list[_Place]:
         """Return what the optimizer keeps, as a step with zero gradients shows."""
-        key = (problem.dim, self._together())
+        key = (tuple(problem.shapes or ()), problem.dim, x.dtype, x.device, self._together())
         if key not in self._places:
             trial = self._team(problem, torch.zeros(1, dtype=torch.int64), torch.zeros_like(x[:1]))
             try:
                 trial.step(torch.zeros_like(x[:1]), 1.0)
-            except TypeError as error:
-                raise CadenError(f"This optimizer cannot be a local solver ({error}).") from None
+            except (TypeError, RuntimeError) as error:
+                raise CadenError(f"This optimizer cannot be a local solver ({str(error).splitlines()[0]}).") from None
             self._places[key] = trial.places()
         return self._places[key]
 
@@ -224,16 +232,18 @@ class _Optimizers:
         known, places = _iterate.Memory(*memory[:3]), self._layout(objective.problem, x)
         now = Iterate(objective, x, known, work, fresh=True)
         teams = []
-        for group in _alike(memory.taken, work, self._together()):
+        alone = not self._together() or objective.accuracy is not None  # agents that may stop at different steps
+        for group in _alike(memory.taken, work, not alone):
             teams.append(self._team(objective.problem, group, now.x[group]))
             if self._carry and int(memory.taken[group[0]]) > 0:
                 teams[-1].load(places, memory.slots[group])
         factor = self._rate(objective.elapsed)
-        for iteration, rows in now.local_steps():
+        for _, rows in now.local_steps():
             gradient = now.full_gradient(rows)
             if self._clip is not None:
                 gradient = gradient * (self._clip / (row_norms(gradient) + 1e-6)).clamp(max=1).unsqueeze(1)
-            live = [team for team in teams if int(work[team.rows[0]]) > iteration]
+            stepping = set(row_numbers(rows, len(x)))
+            live = [team for team in teams if int(team.rows[0]) in stepping]
             now.advance(rows, _step(live, take_rows(now.x, rows), gradient, rows, factor))
         taken, slots = memory.taken, memory.slots
         if self._carry and teams:
