@@ -124,7 +124,7 @@ def load(name: str) -> tuple[Samples, Samples]:
     >>> x.shape, x_test.shape
     (torch.Size([1437, 1, 8, 8]), torch.Size([360, 1, 8, 8]))
     """
-    kind, _, rest = name.partition(":")
+    kind, _, rest = str(name).partition(":")
     if kind == "keel" and rest:
         return keel(rest)
     if kind == "svmlight" and rest:
