@@ -26,6 +26,6 @@ for name, method in {
     "CADEN": caden.methods.caden(mu_z=0.05, relax=0.9, solver=muon),
     "alone": caden.methods.local(solver=muon),
 }.items():
-    result = caden.simulate(method, problem, caden.graphs.ring(10), rounds=40, participation=0.5, local_steps=5)
+    result = caden.simulate(method, problem, caden.graphs.ring(10), rounds=25, participation=0.5, local_steps=5)
     print(f"{name}: {result.rows[-1]['accuracy']:.1%} after {result.rows[-1]['communications']} communications")
 result.module().eval()  # an nn.Sequential with the mean of the local models

@@ -26,7 +26,7 @@ problem = caden.problems.classification(
     caden.problems.cnn(1, 8, 10, hidden=32), Shifted(), test, agents=8, partition="shards", batch_size=16
 )
 method = caden.methods.caden(0.1, solver=caden.solvers.torch_optim("AdamW", lr=0.003, schedule="cosine"))
-result = caden.simulate(method, problem, caden.graphs.ring(8), rounds=40, local_steps=5)
+result = caden.simulate(method, problem, caden.graphs.ring(8), rounds=25, local_steps=5)
 print(result)
 
 # The same batch in a loop of your own:

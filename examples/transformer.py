@@ -35,5 +35,5 @@ for name, method in {
     "CADEN": caden.methods.caden(0.05, relax=0.9, solver=muon),
     "alone": caden.methods.local(solver=muon),
 }.items():
-    result = caden.simulate(method, problem, caden.graphs.ring(AGENTS), rounds=60, local_steps=5)
+    result = caden.simulate(method, problem, caden.graphs.ring(AGENTS), rounds=40, local_steps=5)
     print(f"{name}: {result.rows[-1]['accuracy']:.1%} of the numbers are right")
