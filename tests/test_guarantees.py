@@ -1,4 +1,6 @@
-"""What docs/theory.md, section 10, says of triggered and compressed messages: each inequality on runs or by algebra."""
+"""What docs/theory.md, sections 10 and 11, says: each inequality on runs or by algebra."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -164,3 +166,72 @@ def test_copies_follow_what_they_copy(setting, messages):
         z = 0.5 * z + 0.5 * mu * copy[arcs.reverse]
         np.testing.assert_allclose(z, new, atol=1e-9)  # the run is this loop
     assert 0 <= delta < 1
+
+
+# Section 11: non-convex functions.
+
+
+def sines(graph, dim=3, waves=4):
+    """f_i(v) = sum_k a sin(w.v + b) for every agent, and a Lipschitz constant of their gradients."""
+    rng = np.random.default_rng(7)
+    a, w, b = (torch.tensor(rng.normal(size=s)) for s in ((graph.agents, waves), (graph.agents, waves, dim), (waves,)))
+    functions = [lambda v, i=i: (a[i] * torch.sin(w[i] @ v + b)).sum() for i in range(graph.agents)]
+    bound = float((a.abs() * (w**2).sum(2)).sum(1).max())
+    return caden.problems.functions(functions, dim), bound, float(-a.abs().sum())
+
+
+@pytest.fixture(scope="module")
+def nonconvex():
+    """A run of CADEN with mu_z just above the bound, solved to rounding error: x and phi of every round."""
+    graph = caden.graphs.from_edges([(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0), (0, 3), (1, 4)])
+    problem, L, least = sines(graph)
+    A = np.zeros((len(graph.edges), graph.agents))
+    for e, (i, j) in enumerate(graph.edges):
+        A[e, i], A[e, j] = 1, -1
+    A, B = torch.tensor(A), torch.tensor(abs(A))
+    s = float(torch.linalg.eigvalsh(A.T @ A)[1])
+    k, d = float(torch.linalg.eigvalsh(B.T @ B)[-1]) / s, int(graph.degrees.min())
+    mu = 1.01 * L * (1 + 8 * k + ((1 + 8 * k) ** 2 + 32 * d / s) ** 0.5) / (2 * d)
+    x0 = torch.randn(graph.agents, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    states = [(x0, torch.zeros_like(x0))]
+    keep = [lambda row, state: states.append((state.x.clone(), state.phi.clone()))]
+    caden.simulate(methods.caden(mu), problem, graph, 120, x0=x0, local_steps=80, callbacks=keep)
+    return problem, states, (A, B), (L, s, k, d, mu, least)
+
+
+def test_caden_is_prox_pda(nonconvex):
+    """The optimality condition and the dual step of Prox-PDA hold in every round."""
+    problem, states, (A, B), (*_, mu, _) = nonconvex
+    for (x, phi), (x_next, phi_next) in itertools.pairwise(states):
+        gradient, step = problem.value_and_grad(x_next)[1], x_next - x
+        torch.testing.assert_close(phi_next, phi + mu / 2 * A.T @ A @ x_next, rtol=1e-9, atol=1e-9)
+        assert float((gradient + phi_next + mu / 2 * B.T @ B @ step).abs().max()) < 1e-6
+
+
+def test_the_potential_falls_and_the_best_v_is_of_order_1_over_t(nonconvex):
+    problem, states, (A, B), (L, s, k, d, mu, least) = nonconvex
+    c = (mu * d - L) / 2 - 4 * L**2 / (mu * s) - 4 * k * L
+    assert c > 0 and (mu / 1.02 * d - L) / 2 - 4 * L**2 / (mu / 1.02 * s) - 4 * k * L < 0  # the bound is that of c = 0
+    potentials, steps, V = [], [], []
+    for (x, _), (x_next, phi) in itertools.pairwise(states):
+        value, gradient = problem.value_and_grad(x_next)
+        apart, step = float((A @ x_next).norm() ** 2), x_next - x
+        lagrangian = float(value.sum() + (phi * x_next).sum()) + mu / 4 * apart
+        potentials.append(lagrangian + k * mu * (apart + float((B @ step).norm() ** 2)))
+        steps.append(float(step.norm() ** 2))
+        V.append(float((gradient + phi).norm() ** 2) + apart / 2)
+    for before, after, step in zip(potentials, potentials[1:], steps[1:]):
+        assert after <= before - c * step + 1e-9 * abs(before)
+        assert after >= least
+    assert c * sum(steps[1:]) <= potentials[0] - least
+    best = np.minimum.accumulate(V)
+    assert best[-1] * len(best) <= 2 * max(best[t] * (t + 1) for t in range(10))
+
+
+@pytest.mark.slow
+def test_caden_converges_far_below_the_bound(nonconvex):
+    problem, states, _, (L, _, _, d, mu, _) = nonconvex
+    graph = caden.graphs.from_edges([(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0), (0, 3), (1, 4)])
+    assert mu > 30 * L / d
+    result = caden.simulate(methods.caden(0.2 * L / d), problem, graph, 400, x0=states[0][0], local_steps=8)
+    assert result.rows[-1]["lyapunov"] < 1e-20
