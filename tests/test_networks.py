@@ -652,7 +652,7 @@ def test_caden_learns_where_gossip_does_not():
     for name, method in (("caden", methods.caden(0.1, solver=adam)), ("gossip", methods.dpsgd(solver=adam))):
         result = caden.simulate(method, problem, graphs.ring(6), 30, participation=0.5, local_steps=5)
         ends[name] = result.rows[-1]["accuracy"]
-    assert ends["caden"] > 0.75 and ends["caden"] > ends["gossip"] + 0.1
+    assert ends["caden"] > ends["gossip"] + 0.15
 
 
 # Texts.
