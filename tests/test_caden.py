@@ -221,3 +221,15 @@ def test_bad_parameters(arguments, message):
 def test_edge_form_refuses_sleepers(quadratic, graph):
     with pytest.raises(caden.CadenError, match="everyone awake"):
         caden.simulate(admm_edges(mu_z=1.0), quadratic, graph, 1, participation=0.5)
+
+
+def test_auto_does_not_run_away_when_agents_sleep(graph):
+    """Skewed data, half awake: agents that wake up meet stiff directions, which must not drive mu_z up."""
+    skew = {"name": "dirichlet", "alpha": 0.3}
+    problem = caden.problems.PROBLEMS["classification"](partition=skew, hidden=16)
+    options = {"participation": 0.5, "local_steps": "auto", "warmup": {"steps": 20, "step_size": 0.1}}
+    ends = {}
+    for mu_z in ("auto", 6.0):  # the old rule ended near 6
+        result = caden.simulate(caden.methods.caden(mu_z), problem, graph, 60, record_every=60, **options)
+        ends[mu_z] = result.rows[-1]["objective"]
+    assert ends["auto"] < ends[6.0] / 2

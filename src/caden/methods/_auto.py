@@ -40,12 +40,23 @@ def balance(old: Any, new: Any, heard: Heard, round: Round, mu_z: Tensor) -> Any
     pull = torch.linalg.vector_norm(mu_z * anchors, dim=1) ** 2
     curvature = _squared_curvature(new.x, moved, gradient_change)
     tally = old.tally + torch.stack([heard.disagreement() / 4, pull, 0 * curvature], dim=1)
-    tally[:, 2] = torch.maximum(tally[:, 2], curvature)
+    tally[:, 2] = _met(old.tally[:, 2], curvature, round.may_sleep)
     if round.index + 1 not in CHECKS:
         return new._replace(tally=tally)
     primal, dual, largest = (round.maximum(column) for column in tally.unbind(1))
     factor = _factor(primal, dual, largest, round.graph)
     return new._replace(mu_z=new.mu_z * factor, tally=tally * 0)
+
+
+def _met(before: Tensor, now: Tensor, may_sleep: bool) -> Tensor:
+    """Return the largest curvature that an agent met since the last check; the smallest if agents may sleep.
+
+    An agent that wakes up is pulled back by all that has changed meanwhile, along the stiffest directions. With the
+    largest curvature mu_z would grow, the other directions would move less, and mu_z would grow again.
+    """
+    if not may_sleep:
+        return torch.maximum(before, now)
+    return torch.where((before > 0) & (now > 0), torch.minimum(before, now), torch.maximum(before, now))
 
 
 def _squared_curvature(x: Tensor, moved: Tensor, gradient_change: Tensor) -> Tensor:
