@@ -279,6 +279,13 @@ def test_an_awake_agent_without_local_steps_stays(name):
     assert result.rows[-1]["objective"] == pytest.approx(float(quadratic.value_and_grad(result.x)[0].sum()))
 
 
+def test_anchor_is_refused_where_agents_do_not_know_it():
+    with pytest.raises(CadenError, match="does not know its anchors"):
+        caden.simulate(
+            methods.caden(0.4, start="anchor"), problems.quadratic(4, 3), graphs.ring(4), 2, messages={"loss": 0.1}
+        )
+
+
 def test_anchor_is_refused_with_a_rule_that_measures_from_x():
     with pytest.raises(CadenError, match="start"):
         caden.simulate(

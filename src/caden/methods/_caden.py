@@ -115,7 +115,7 @@ def caden(
 
     def init(x: Tensor, round: Round) -> State:
         if dual == "exact" and _in_arcs(round):
-            _require_arc_form(mu_z, mu_y, growth)
+            _require_arc_form(mu_z, mu_y, growth, start)
         mu, curvature = _first_mu(mu_z, x, round, gossip=dual == "exact" and round.lossy)
         tally = x.new_zeros(len(x), 3) if isinstance(mu_z, str) else None
         heard, memory = round.broadcast(x), local.init(round.problem, x, curvature)
@@ -228,12 +228,14 @@ def _first_mu(mu_z: float | str, x: Tensor, round: Round, gossip: bool) -> tuple
     return first_penalty(largest.to(x.dtype), round.graph), curvature
 
 
-def _require_arc_form(mu_z: float | str, mu_y: float | None, growth: float) -> None:
+def _require_arc_form(mu_z: float | str, mu_y: float | None, growth: float, start: str | None) -> None:
     where = "where messages may be lost, late, compressed or triggered"
     if mu_y is not None and mu_y != mu_z:
         raise CadenError(f"`mu_y` must be `mu_z` {where}, got {mu_y}: leave it out.")
     if growth != 1:
         raise CadenError(f"`growth` must be 1 {where}, got {growth}: leave it out.")
+    if start == "anchor":
+        raise CadenError(f'`start` cannot be "anchor" {where}, since an agent does not know its anchors there.')
 
 
 def _verdict(
