@@ -235,6 +235,43 @@ def test_unknown_data():
     assert caden.data.fetch_data("digits") == []
 
 
+def cifar_archive(path, records):
+    """A tar file of CIFAR-10's binary form."""
+    import io
+    import tarfile
+
+    with tarfile.open(path, "w:gz") as archive:
+        for name, part in records.items():
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
+            member.size = part.size
+            archive.addfile(member, io.BytesIO(part.tobytes()))
+
+
+def test_cifar_is_read_from_its_archive(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    counts = {f"data_batch_{i}": 2 for i in range(1, 6)} | {"test_batch": 3}
+    records = {name: rng.integers(0, 256, (n, 3073), dtype=np.uint8) for name, n in counts.items()}
+    for part in records.values():
+        part[:, 0] %= 10
+    cache = tmp_path / "cache" / "cifar10"
+    cache.mkdir(parents=True)
+    file = cache / "cifar-10-binary.tar.gz"
+    cifar_archive(file, records)
+    source = data._SOURCES["cifar10"]._replace(mirrors=("http://127.0.0.1:9/",))
+    monkeypatch.setenv("CADEN_DATA", str(tmp_path / "cache"))
+    monkeypatch.setitem(data._SOURCES, "cifar10", source)
+    with pytest.raises(CadenError, match="wrong checksum"):
+        data.load("cifar10")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    monkeypatch.setitem(data._SOURCES, "cifar10", source._replace(files={file.name: digest}))
+    (x, y), (x_test, y_test) = data.load("cifar10")
+    assert x.shape == (10, 3, 32, 32) and x_test.shape == (3, 3, 32, 32)
+    assert y.tolist() == [int(r[0]) for i in range(1, 6) for r in records[f"data_batch_{i}"]]
+    green = (records["data_batch_2"][1, 1 + 1024 + 32 * 5 + 7] / 255 - 0.4822) / 0.2435
+    assert float(x[3, 1, 5, 7]) == pytest.approx(green, rel=1e-5)
+    assert y_test.tolist() == records["test_batch"][:, 0].tolist()
+
+
 def test_a_libsvm_file_is_scaled_and_its_classes_are_counted_from_zero(tmp_path):
     rng = np.random.default_rng(0)
     features, labels = rng.normal(3, 2, size=(50, 4)).round(3), rng.choice([-1, 1], 50)

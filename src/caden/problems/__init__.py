@@ -13,8 +13,8 @@ from caden.problems._functions import functions as functions
 from caden.problems._language import language as language
 from caden.problems._language import transformer as transformer
 from caden.problems._logistic import logistic as logistic
+from caden.problems._model import accuracy as accuracy
 from caden.problems._module import Module as Module
-from caden.problems._module import accuracy as accuracy
 from caden.problems._networks import cnn as cnn
 from caden.problems._networks import mlp as mlp
 from caden.problems._normalisation import group_norm as group_norm
@@ -42,6 +42,7 @@ def _classification_by_name(
     dropout: float = 0.0,
     microbatch: int | None = None,
     autocast: str | None = None,
+    compile: bool = False,
 ) -> Module:
     """`classification` on a named data set, with the paper's network, a linear model or a CNN; used by TOML files.
 
@@ -58,7 +59,7 @@ def _classification_by_name(
         train = (train[0][:-validation], train[1][:-validation])
     train, test = _first("samples", train, samples), _first("test_samples", test, test_samples)
     common = {"weight": weight, "execution": execution, "seed": seed, "dtype": dtype, "device": device}
-    batches = {"batch_size": batch_size, "microbatch": microbatch, "autocast": autocast}
+    batches = {"batch_size": batch_size, "microbatch": microbatch, "autocast": autocast, "compile": compile}
     network = _network(model, train, hidden, seed, norm, dropout)
     return classification(network, train, test, agents, partition, hosted=hosted, **batches, **common)  # type: ignore
 

@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 from caden._tensor.devices import require_device
 from caden.data import Held, OnDemand, Partition, Reader, Shard, held, is_lazy, leaves, over, partition_from_spec
 from caden.errors import CadenError, require_choice, require_integer
-from caden.problems._module import Loss, Module, Training, accuracy, is_mean
+from caden.problems._model import Loss, Training, accuracy, is_mean
+from caden.problems._module import Module
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -87,6 +88,7 @@ def classification(
     loss_is_mean: bool | None = None,
     microbatch: int | None = None,
     autocast: str | None = None,
+    compile: bool = False,
     label: str = "label",
 ) -> Module:
     """The training of `model` over agents that each hold a shard of `train`, from the model's own parameters.
@@ -108,6 +110,7 @@ def classification(
         loss_is_mean: promise that `loss` is a mean of one term per sample, so that it may be computed in parts.
         microbatch: samples per call of the model; gradients of larger batches are added up.
         autocast: "bfloat16" or "float16" for the model's computations; parameters keep `dtype`.
+        compile: compile the model with torch.compile; rounding may differ from the model as it is.
         label: the column of the targets, if the samples of a Dataset are dictionaries.
 
     >>> model = nn.Linear(2, 2)
@@ -143,7 +146,7 @@ def classification(
     runs_code = lazy is not None and lazy.runs_code
     random_data = lazy is not None and runs_code and lazy.is_random()
     precision = None if autocast is None else _AUTOCAST[autocast]
-    training = Training(loss, metrics, batch_size, seed, mean, microbatch, precision, random_data, runs_code)
+    training = Training(loss, metrics, batch_size, seed, mean, microbatch, precision, compile, random_data, runs_code)
     probe = _probe(train, lazy, (dtype, device))
     training = training._replace(typical=max(1, round(float(counts.mean()))), probe=probe)
     model = copy.deepcopy(model).to(device, dtype)

@@ -13,7 +13,8 @@ from caden import data as datasets
 from caden.draws import seeded
 from caden.errors import CadenError, require_integer
 from caden.problems._classification import classification
-from caden.problems._module import Module, accuracy
+from caden.problems._model import accuracy
+from caden.problems._module import Module
 
 _HELD_OUT = 10  # one part in so many of each author's text, the end of it
 
@@ -92,6 +93,7 @@ def language(
     validation: int = 0,
     microbatch: int | None = None,
     autocast: str | None = None,
+    compile: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -142,4 +144,5 @@ def language(
         batch_size=batch_size,
         microbatch=microbatch,
         autocast=autocast,
+        compile=compile,
     )

@@ -1,25 +1,21 @@
-"""Training of any `nn.Module` over agents: parameters as rows, data in shards."""
+"""The training of any `nn.Module` over agents: data in shards, mini-batches by round and step, gradients, tests."""
 
 from __future__ import annotations
 
 import copy
 import os
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.functional import cross_entropy, mse_loss
-from torch.nn.modules.dropout import _DropoutNd
+from torch.func import grad_and_value, vmap
 
 from caden._tensor.parallel import AGENT_LOOPS, run_in_threads
 from caden._tensor.rows import aligned, row_numbers, rows_separately, take_rows
@@ -27,39 +23,17 @@ from caden.core import Problem
 from caden.data import Held, Shard, leaves, over
 from caden.draws import batch, randomness
 from caden.errors import CadenError, require_choice
-from caden.problems._normalisation import forget_statistics, keeps_statistics
+from caden.problems._model import Model, Training, joined, part_of
 
-Loss = Callable[[Any, Any], Tensor]
 _CHUNK = 16 << 20  # bytes of input per call, so the activations of a large shard do not all exist at the same time
 _LARGE = 1 << 26  # samples times parameters of an agent from which a separate call per agent costs nothing
 _GLANCE = 400  # test samples of the metrics of a round, if there are mini-batches
 _CALIBRATION = 512  # samples for the statistics of batch normalisation
 
 
-def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """Return the share of samples whose largest output is the target."""
-    return (output.argmax(-1) == target).float().mean()
-
-
 @cache
 def _reader(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="caden-reader")
-
-
-class Training(NamedTuple):
-    """How the functions follow from model and data."""
-
-    loss: Loss = cross_entropy
-    metrics: Mapping[str, Loss] = MappingProxyType({})
-    batch_size: int | None = None
-    seed: int = 0
-    is_mean: bool = True  # the loss is a mean of one term per sample
-    microbatch: int | None = None  # samples per call; None: as many as fit
-    autocast: torch.dtype | None = None
-    random_data: bool = False  # reading a sample again gives another one
-    runs_code: bool = False  # reading runs the user's code, which gets its own seed
-    typical: int = 1  # mean number of samples of all agents, also of those elsewhere
-    probe: Held | None = None  # a few samples, on which every process tries the model
 
 
 class Module(Problem):
@@ -82,90 +56,45 @@ class Module(Problem):
         training: Training = Training(),  # noqa: B008
         ids: list[int] | None = None,
     ):
-        self.model, self.shards, self.test, self.scale, self.training = model, list(shards), test, scale, training
+        self.shards, self.test, self.scale, self.training = list(shards), test, scale, training
         self.ids = list(range(len(shards))) if ids is None else ids  # the numbers of these agents in the whole problem
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}  # frozen ones do not change
-        self.names, self.shapes = list(named), [p.shape for p in named.values()]
-        self.sizes = [p.numel() for p in named.values()]
-        self.start = torch.cat([p.detach().reshape(-1) for p in named.values()])
+        self._drawn: tuple[int, int] | None = None  # (round, step) of a view
+        probe = training.probe
+        self.model = Model(model, training, self._read(0, slice(0, 8)) if probe is None else tuple(probe))
+        self.shapes, self.start = self.model.shapes, self.model.start
         self.agents, self.dim = len(shards), int(self.start.numel())
         self.dtype, self.device = self.start.dtype, self.start.device
+        self.random = self.model.random
         self.lazy = not all(isinstance(shard, Held) for shard in shards)
         self.waited = [0.0] if self.lazy else None  # shared by all views
-
-        self._drawn: tuple[int, int] | None = None  # (round, step) of a view
         self._batches: dict[int, tuple[Any, Any]] = {}
         self._coming: dict[int, Future[tuple[Any, Any]]] = {}
         self._unscaled = bool((scale == 1).all())
-        self._local = threading.local()  # functional_call swaps parameters in place: one copy of the model per thread
-        self._examine_model()
         self._groups: list[tuple[list[int], Any, Any]] = []
         require_choice("execution", execution, ("auto", "loop", "vmap", "turns"))
         self.chunk = self._samples_per_call()
         self.execution = self._choose_execution() if execution == "auto" else execution
-        if self.execution == "vmap" and (self.random or self.normalised or training.microbatch):
-            raise CadenError('`execution = "vmap"` cannot run dropout, batch normalisation or microbatches.')
+        if self.execution == "vmap" and self._needs_separate_calls():
+            raise CadenError(
+                '`execution = "vmap"` cannot run dropout, batch normalisation, microbatches or compiled models.'
+            )
         single = [i for i, shard in zip(self.ids, self.shards) if min(shard.count, training.batch_size or 2) == 1]
-        if self.normalised and single and not self._takes_single_samples():
+        if self.model.normalised and single and not self.model.takes_single_samples():
             raise CadenError(
                 f"Agents {', '.join(map(str, single[:8]))} have a single sample, but batch normalisation needs two: "
                 "use `caden.problems.group_norm`, or another partition."
             )
-        if self.random and self.execution == "loop":
-            self.execution = "turns"  # torch has one generator for all threads
+        if (self.random or training.compiled) and self.execution == "loop":
+            self.execution = "turns"  # torch has one generator, and one compiler, for all threads
+        self._require_labels()
         self.metric_names = () if test is None else tuple(training.metrics)
         # The test samples of `glance` are forward passes only, a third of a gradient.
-        tested = 0 if test is None else min(test.count, _GLANCE) + (_CALIBRATION if self.normalised else 0)
+        tested = 0 if test is None else min(test.count, _GLANCE) + (_CALIBRATION if self.model.normalised else 0)
         self.metrics_cost = tested / 3 / (training.batch_size or training.typical)
 
-    # What the model is.
-
-    def _examine_model(self) -> None:
-        """Try the model: whether it is random and whether it keeps statistics; refuse other hidden state."""
-        inputs, targets = self._probe()
-        trial = copy.deepcopy(self.model)
-        before = {n: b.clone() for n, b in trial.named_buffers()}
-        outputs, losses = [], []
-        try:
-            with torch.no_grad():
-                for attempt in range(2):
-                    with randomness(0, attempt, 0, 0):
-                        outputs.append(self._forward(trial, {}, inputs))
-                        losses.append(self._loss(outputs[-1], targets))
-                for metric in self.training.metrics.values():
-                    float(metric(outputs[0], targets))
-        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
-            message = str(error).splitlines()[0]
-            raise CadenError(f"The model or the loss does not accept these data ({message}).") from None
-        self.normalised = keeps_statistics(trial)
-        changed = {n.rpartition(".")[0] for n, b in trial.named_buffers() if not torch.equal(before[n], b)}
-        if changed - set(self.normalised):
-            raise CadenError(
-                f"The model changes buffers of `{min(changed - set(self.normalised))}` in its forward pass, so it is "
-                "not a function of its parameters; only the statistics of batch normalisation may change."
-            )
-        drawn = [[t for t in leaves(output) if isinstance(t, Tensor)] + [loss] for output, loss in zip(outputs, losses)]
-        dropout = any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in trial.modules())
-        self.random = dropout or any(not torch.equal(a, b) for a, b in zip(*drawn))
-        if losses[0].ndim != 0:
-            raise CadenError("`loss` must return a scalar, the mean over the samples.")
-        if self.training.loss is cross_entropy and isinstance(outputs[0], Tensor) and not targets.is_floating_point():
-            self._require_labels(outputs[0].shape[-1 if outputs[0].ndim == 3 and targets.ndim == 2 else 1])
-
-    def _probe(self) -> tuple[Any, Any]:
-        probe = self.training.probe
-        return self._read(0, slice(0, 8)) if probe is None else (probe.inputs, probe.targets)
-
-    def _takes_single_samples(self) -> bool:
-        try:
-            self._forward(copy.deepcopy(self.model), {}, _part(self._probe()[0], slice(0, 1)))
-        except ValueError:  # of batch normalisation without other dimensions
-            return False
-        return True
-
-    def _require_labels(self, outputs: int) -> None:
-        labels = [shard.targets for shard in self.shards if isinstance(shard, Held)]
-        if not labels:
+    def _require_labels(self) -> None:
+        outputs, labels = self.model.outputs, [shard.targets for shard in self.shards if isinstance(shard, Held)]
+        if not labels or outputs is None:
             return
         low, high = min(int(t.min()) for t in labels), max(int(t.max()) for t in labels)
         if low < 0 or high >= outputs:
@@ -179,71 +108,39 @@ class Module(Problem):
         counts = [min(shard.count, self.training.batch_size or shard.count) for shard in self.shards]
         large = max(counts) * self.dim >= _LARGE or self.chunk < max(counts)
         large |= any(len(shape) > 2 for shape in self.shapes)
-        if self.random or self.normalised or self.lazy or self.training.autocast or self.training.microbatch:
+        if self._needs_separate_calls() or self.lazy or self.training.autocast:
             return "loop"
         if len(set(counts)) > self.agents / 2 or (large and self.device.type == "cpu"):
             return "loop"
-        inputs, targets = (_part(part, None) for part in self._read(0, slice(0, 2)))
+        inputs, targets = (part_of(part, None) for part in self._read(0, slice(0, 2)))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # an operation that vmap takes one by one
-                vmap(grad_and_value(self._batched_loss))(self._views(self.start[None]), inputs, targets)
+                vmap(grad_and_value(self._batched_loss))(self.model.views(self.start[None]), inputs, targets)
         except (RuntimeError, UserWarning):
             return "loop"
         return "vmap"
+
+    def _needs_separate_calls(self) -> bool:
+        training = self.training
+        return bool(self.random or self.model.normalised or training.microbatch or training.compiled)
 
     def _samples_per_call(self) -> int:
         """Return the number of samples per call: less than all only if f_i is a mean of one term per sample."""
         microbatch, whole = self.training.microbatch, max(shard.count for shard in self.shards)
         if microbatch is not None and not self.training.is_mean:
             raise CadenError("`microbatch` needs a loss that is a mean over samples: promise `loss_is_mean=True`.")
-        inputs = _part(self._probe()[0], slice(0, 4))
-        if not self.training.is_mean or len(leaves(inputs)[0]) < 4:
+        inputs = leaves(self.model.inputs)
+        if not self.training.is_mean or len(inputs[0]) < 4:
             return microbatch or whole
-        model = self._model(exact=True)
-        with torch.no_grad():
-            together = leaves(self._forward(model, {}, inputs))
-            halves = [leaves(self._forward(model, {}, _part(inputs, half))) for half in (slice(0, 2), slice(2, 4))]
-        in_halves = [torch.cat(pair) for pair in zip(*halves)]
-        if any(not torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(together, in_halves)):
+        if self.model.couples_samples():
             if microbatch is not None:
                 raise CadenError("`microbatch` would change the model, whose layers couple the samples of a batch.")
             return whole
         if microbatch is not None:
             return microbatch
-        size: int = sum(t[0].numel() * t.element_size() for t in leaves(inputs))
+        size: int = sum(t[0].numel() * t.element_size() for t in inputs)
         return min(whole, max(64, _CHUNK // size))
-
-    def _model(self, exact: bool = False, test: bool = False) -> nn.Module:
-        """Return this thread's copy of the model, as it was given, for exact metrics, or for the test data."""
-        if not hasattr(self._local, "models"):
-            self._local.models = {}
-        models: dict[tuple[bool, bool], nn.Module] = self._local.models
-        key = (exact and self.random, test)
-        if key not in models:
-            models[key] = copy.deepcopy(self.model)
-            if any(key):
-                models[key].eval()
-            if exact and not test:  # only randomness is off
-                for name in self.normalised:
-                    models[key].get_submodule(name).train()
-        return models[key]
-
-    def _forward(self, model: nn.Module, parameters: dict[str, Tensor], inputs: Any) -> Any:
-        arguments = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
-        names = inputs if isinstance(inputs, dict) else {}
-        with self._precision():
-            return functional_call(model, parameters, arguments, names)
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        dtype = self.training.autocast
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
-    def _loss(self, output: Any, targets: Any) -> Tensor:
-        with self._precision():
-            if self.training.loss is cross_entropy and output.ndim == 3 and targets.ndim == 2:  # sequences
-                output, targets = output.flatten(0, 1), targets.flatten()
-            return self.training.loss(output, targets)
 
     # Data.
 
@@ -310,11 +207,6 @@ class Module(Problem):
 
     # Values and gradients.
 
-    def _views(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return (..., d) rows as a dictionary of parameters, without copying."""
-        parts = torch.split(rows, self.sizes, dim=-1)
-        return {n: p.view(*rows.shape[:-1], *s) for n, p, s in zip(self.names, parts, self.shapes)}
-
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         agents = row_numbers(rows, self.agents)
         value, gradient = x.new_empty(len(agents)), torch.empty_like(x)
@@ -335,16 +227,16 @@ class Module(Problem):
 
     def _evaluate_agent(self, row: Tensor, agent: int, value: Tensor, gradient: Tensor) -> None:
         """Write the value and the gradient of one agent into `value` and `gradient`."""
-        parameters = {n: aligned(p).detach().requires_grad_() for n, p in self._views(aligned(row)).items()}
-        out = list(self._views(gradient).values())
-        model = self._model(exact=self._drawn is None)
+        parameters = {n: aligned(p).detach().requires_grad_() for n, p in self.model.views(aligned(row)).items()}
+        out = list(self.model.views(gradient).values())
+        function = self.model.function(exact=self._drawn is None)
         value.zero_()
         if self._drawn is not None:
             self.batch(agent)  # the reader may need the generators that the masks hold
         with self._masks(agent):
             for number, (x, y, share) in enumerate(self._pieces(agent)):
                 with torch.enable_grad():
-                    loss = self._loss(self._forward(model, parameters, x), y)
+                    loss = function(parameters, x, y)
                     loss = loss if share == 1 else loss * share
                     parts = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
                 value += loss.detach()
@@ -372,11 +264,11 @@ class Module(Problem):
             self._groups = groups
             for members, stack, targets in groups:  # the shards become parts of the stacks, which costs no memory
                 for n, agent in enumerate(members):
-                    self.shards[agent] = Held(_part(stack, n), targets[n])
+                    self.shards[agent] = Held(part_of(stack, n), targets[n])
         return groups
 
     def _batched_loss(self, parameters: dict[str, Tensor], inputs: Any, targets: Tensor) -> Tensor:
-        return self._loss(self._forward(self.model, parameters, inputs), targets)
+        return self.model.loss(self.model.forward(self.model.module, parameters, inputs), targets)
 
     def _evaluate_batched(self, x: Tensor, agents: list[int], value: Tensor, gradient: Tensor) -> None:
         """Evaluate all agents with shards of one size in one call of vmap."""
@@ -387,10 +279,10 @@ class Module(Problem):
                 continue
             chosen = [position[agents[a]] for a in group]
             everyone = chosen == list(range(len(members)))
-            data = (inputs, targets) if everyone else _part((inputs, targets), chosen)
+            data = (inputs, targets) if everyone else part_of((inputs, targets), chosen)
             rows = x if len(group) == len(agents) else x[group]
-            gradients, values = vmap(grad_and_value(self._batched_loss))(self._views(rows), *data)
-            flat = torch.cat([gradients[n].flatten(1) for n in self.names], dim=1)
+            gradients, values = vmap(grad_and_value(self._batched_loss))(self.model.views(rows), *data)
+            flat = torch.cat([gradients[n].flatten(1) for n in self.model.names], dim=1)
             if len(group) == len(agents):
                 value.copy_(values), gradient.copy_(flat)
             else:
@@ -402,14 +294,14 @@ class Module(Problem):
             inputs, targets = (over(part, aligned) for part in self.batch(agent))
             row = aligned(x[a]).detach().requires_grad_()
             with torch.enable_grad(), self._masks(agent):
-                loss = self._loss(self._forward(self._model(self._drawn is None), self._views(row), inputs), targets)
+                loss = self.model.function(exact=self._drawn is None)(self.model.views(row), inputs, targets)
                 slope = torch.autograd.grad(loss, row, create_graph=True)[0]
             out[a] = torch.autograd.grad(slope, row, v[a])[0] * self.scale[agent]
         return out
 
     def take(self, agents: list[int]) -> Module:
         shards, ids = [self.shards[i] for i in agents], [self.ids[i] for i in agents]
-        return Module(self.model, shards, self.test, self.scale[agents], self.execution, self.training, ids)
+        return Module(self.model.module, shards, self.test, self.scale[agents], self.execution, self.training, ids)
 
     # Test data, and models to hand out.
 
@@ -429,45 +321,29 @@ class Module(Problem):
             held = Held(*held.read(batch(self.training.seed, -1, 0, -1, held.count, count)))
 
         def evaluate_row(i: int) -> None:
-            model, parameters = self._model(test=True), self._views(x[i])
+            module, parameters = self.model.copy(test=True), self.model.views(x[i])
             with torch.no_grad():
-                self._calibrate(model, parameters, [i])
+                if self.model.normalised:
+                    self.model.calibrate(module, parameters, self._calibration([i]))
                 pieces = range(0, held.count, max(self.chunk, 256))
                 parts = [held.read(slice(a, a + pieces.step))[0] for a in pieces]
-                outputs = [self._forward(model, parameters, part) for part in parts]
-                whole = over(outputs[0] if len(outputs) == 1 else _joined(outputs), self._whole_precision)
+                outputs = [self.model.forward(module, parameters, part) for part in parts]
+                whole = over(outputs[0] if len(outputs) == 1 else joined(outputs), self.model.whole_precision)
                 for name, metric in self.training.metrics.items():
                     values[name][i] = metric(whole, held.targets)
 
         run_in_threads(evaluate_row, range(len(x)))
         return values
 
-    def _whole_precision(self, output: Any) -> Any:
-        return output.to(self.dtype) if isinstance(output, Tensor) and output.is_floating_point() else output
-
-    def _calibrate(self, model: nn.Module, parameters: dict[str, Tensor], agents: Sequence[int]) -> None:
-        """Set the statistics of batch normalisation to those of a fixed sample of the agents' training data."""
-        if not self.normalised:
-            return
-        each, layers = max(2, -(-_CALIBRATION // len(agents))), [model.get_submodule(name) for name in self.normalised]
-        with forget_statistics(layers):
-            for agent in agents:
-                chosen = batch(self.training.seed, -1, 0, self.ids[agent], self.shards[agent].count, each)
-                self._forward(model, parameters, self._read(agent, chosen)[0])
+    def _calibration(self, agents: Sequence[int]) -> list[Any]:
+        """Return a fixed sample of the agents' training inputs, for the statistics of batch normalisation."""
+        each = max(2, -(-_CALIBRATION // len(agents)))
+        chosen = [batch(self.training.seed, -1, 0, self.ids[a], self.shards[a].count, each) for a in agents]
+        return [self._read(agent, some)[0] for agent, some in zip(agents, chosen)]
 
     def module(self, vector: Tensor) -> nn.Module:
         """Return a copy of the model with the parameters `vector` (d,)."""
-        model, parameters = copy.deepcopy(self.model), self._views(vector.detach())
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in parameters:
-                    parameter.copy_(parameters[name])
-            if self.normalised:
-                modes = {m: m.training for m in model.modules()}
-                self._calibrate(model.eval(), parameters, range(self.agents))
-                for part, mode in modes.items():
-                    part.training = mode
-        return model
+        return self.model.loaded(vector, self._calibration(range(self.agents)) if self.model.normalised else [])
 
     def state_dict(self, vector: Tensor) -> dict[str, Tensor]:
         return self.module(vector).state_dict()
@@ -482,22 +358,4 @@ class Module(Problem):
     def facts(self) -> dict[str, Any]:
         sizes = [shard.count for shard in self.shards]
         samples = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]}"
-        return super().facts() | {"samples per agent": samples, "model": type(self.model).__name__}
-
-
-def _part(tree: Any, chosen: Any) -> Any:
-    return over(tree, lambda tensor: tensor[chosen])
-
-
-def _joined(outputs: list[Any]) -> Any:
-    """Return the outputs of several calls as those of one."""
-    if isinstance(outputs[0], Tensor):
-        return torch.cat(outputs)
-    if isinstance(outputs[0], dict):
-        return {key: torch.cat([part[key] for part in outputs]) for key in outputs[0]}
-    return tuple(map(torch.cat, zip(*outputs)))
-
-
-def is_mean(loss: Loss) -> bool:
-    """Return whether a loss is known to be a mean of one term per sample."""
-    return loss in (cross_entropy, mse_loss)
+        return super().facts() | {"samples per agent": samples, "model": type(self.model.module).__name__}

@@ -1,0 +1,218 @@
+"""An `nn.Module` as a function of a row of parameters."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.modules.dropout import _DropoutNd
+
+from caden.data import Held, leaves, over
+from caden.draws import randomness
+from caden.errors import CadenError
+from caden.problems._normalisation import forget_statistics, keeps_statistics
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """Return the share of samples whose largest output is the target."""
+    return (output.argmax(-1) == target).float().mean()
+
+
+def is_mean(loss: Loss) -> bool:
+    """Return whether a loss is known to be a mean of one term per sample."""
+    return loss in (cross_entropy, mse_loss)
+
+
+def part_of(tree: Any, chosen: Any) -> Any:
+    """Index every tensor of nested tuples and dictionaries."""
+    return over(tree, lambda tensor: tensor[chosen])
+
+
+class Training(NamedTuple):
+    """How the functions follow from model and data."""
+
+    loss: Loss = cross_entropy
+    metrics: Mapping[str, Loss] = MappingProxyType({})
+    batch_size: int | None = None
+    seed: int = 0
+    is_mean: bool = True  # the loss is a mean of one term per sample
+    microbatch: int | None = None  # samples per call; None: as many as fit
+    autocast: torch.dtype | None = None
+    compiled: bool = False  # by torch.compile
+    random_data: bool = False  # reading a sample again gives another one
+    runs_code: bool = False  # reading runs the user's code, which gets its own seed
+    typical: int = 1  # mean number of samples of all agents, also of those elsewhere
+    probe: Held | None = None  # a few samples, on which every process tries the model
+
+
+class Model:
+    """A module as a function of a row of parameters; frozen parameters are not part of the row."""
+
+    def __init__(self, module: nn.Module, training: Training, probe: tuple[Any, Any]):
+        self.module, self.training = module, training
+        named = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.names, self.shapes = list(named), [p.shape for p in named.values()]
+        self.sizes = [p.numel() for p in named.values()]
+        self.start = torch.cat([p.detach().reshape(-1) for p in named.values()])
+        self._local = threading.local()  # functional_call swaps parameters in place: one copy of the model per thread
+        self.normalised: list[str] = []  # layers that keep statistics of batches
+        self.random = False  # two forward passes differ, as with dropout
+        self.outputs: int | None = None  # classes, if it is a classifier
+        self.inputs, self._targets = probe
+        self._try()
+        if training.compiled:
+            self._try_compiled()
+
+    def _try_compiled(self) -> None:
+        from torch._dynamo.exc import TorchDynamoException  # takes as long to import as torch itself
+
+        try:
+            self.function()(self.views(self.start), self.inputs, self._targets)
+        except TorchDynamoException as error:  # such as without a C++ compiler
+            raise CadenError(f"`compile` failed ({str(error).splitlines()[0]}).") from None
+
+    def _try(self) -> None:
+        """Try the model: whether it is random and whether it keeps statistics; refuse other hidden state."""
+        inputs, targets, trial = self.inputs, self._targets, copy.deepcopy(self.module)
+        before = {n: b.clone() for n, b in trial.named_buffers()}
+        outputs, losses = [], []
+        try:
+            with torch.no_grad():
+                for attempt in range(2):
+                    with randomness(0, attempt, 0, 0):
+                        outputs.append(self.forward(trial, {}, inputs))
+                        losses.append(self.loss(outputs[-1], targets))
+                for metric in self.training.metrics.values():
+                    float(metric(outputs[0], targets))
+        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
+            message = str(error).splitlines()[0]
+            raise CadenError(f"The model or the loss does not accept these data ({message}).") from None
+        self.normalised = keeps_statistics(trial)
+        changed = {n.rpartition(".")[0] for n, b in trial.named_buffers() if not torch.equal(before[n], b)}
+        if changed - set(self.normalised):
+            raise CadenError(
+                f"The model changes buffers of `{min(changed - set(self.normalised))}` in its forward pass, so it is "
+                "not a function of its parameters; only the statistics of batch normalisation may change."
+            )
+        drawn = [[t for t in leaves(output) if isinstance(t, Tensor)] + [loss] for output, loss in zip(outputs, losses)]
+        dropout = any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in trial.modules())
+        self.random = dropout or any(not torch.equal(a, b) for a, b in zip(*drawn))
+        if losses[0].ndim != 0:
+            raise CadenError("`loss` must return a scalar, the mean over the samples.")
+        if self.training.loss is cross_entropy and isinstance(outputs[0], Tensor) and not targets.is_floating_point():
+            self.outputs = outputs[0].shape[-1 if outputs[0].ndim == 3 and targets.ndim == 2 else 1]
+
+    def takes_single_samples(self) -> bool:
+        """Return whether a batch of one sample is accepted: not by batch normalisation without other dimensions."""
+        try:
+            self.forward(copy.deepcopy(self.module), {}, part_of(self.inputs, slice(0, 1)))
+        except ValueError:
+            return False
+        return True
+
+    def couples_samples(self) -> bool:
+        """Return whether the output of a sample depends on the others of its batch."""
+        inputs = part_of(self.inputs, slice(0, 4))
+        model = self.copy(exact=True)
+        with torch.no_grad():
+            together = leaves(self.forward(model, {}, inputs))
+            halves = [leaves(self.forward(model, {}, part_of(inputs, half))) for half in (slice(0, 2), slice(2, 4))]
+        in_halves = [torch.cat(pair) for pair in zip(*halves)]
+        return any(not torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(together, in_halves))
+
+    def copy(self, exact: bool = False, test: bool = False) -> nn.Module:
+        """Return this thread's copy of the module, as it was given, for exact metrics, or for the test data."""
+        if not hasattr(self._local, "copies"):
+            self._local.copies = {}
+        copies: dict[tuple[bool, bool], nn.Module] = self._local.copies
+        key = (exact and self.random, test)
+        if key not in copies:
+            copies[key] = copy.deepcopy(self.module)
+            if any(key):
+                copies[key].eval()
+            if exact and not test:  # only randomness is off
+                for name in self.normalised:
+                    copies[key].get_submodule(name).train()
+        return copies[key]
+
+    def views(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return (..., d) rows as a dictionary of parameters, without copying."""
+        parts = torch.split(rows, self.sizes, dim=-1)
+        return {n: p.view(*rows.shape[:-1], *s) for n, p, s in zip(self.names, parts, self.shapes)}
+
+    def forward(self, module: nn.Module, parameters: dict[str, Tensor], inputs: Any) -> Any:
+        """Call a copy of the module with other parameters."""
+        arguments = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
+        names = inputs if isinstance(inputs, dict) else {}
+        with self._precision():
+            return functional_call(module, parameters, arguments, names)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        dtype = self.training.autocast
+        return nullcontext() if dtype is None else torch.autocast(self.start.device.type, dtype)
+
+    def loss(self, output: Any, targets: Any) -> Tensor:
+        """Return the loss of a batch."""
+        with self._precision():
+            if self.training.loss is cross_entropy and output.ndim == 3 and targets.ndim == 2:  # sequences
+                output, targets = output.flatten(0, 1), targets.flatten()
+            return self.training.loss(output, targets)
+
+    def function(self, exact: bool = False) -> Callable[[dict[str, Tensor], Any, Any], Tensor]:
+        """Return (parameters, inputs, targets) -> loss, compiled if asked for."""
+        module = self.copy(exact)
+
+        def function(parameters: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
+            return self.loss(self.forward(module, parameters, inputs), targets)
+
+        if not self.training.compiled:
+            return function
+        if not hasattr(self._local, "compiled"):
+            self._local.compiled = {}
+        compiled: dict[nn.Module, Any] = self._local.compiled
+        if module not in compiled:
+            compiled[module] = torch.compile(function)
+        return compiled[module]  # type: ignore[no-any-return]
+
+    def calibrate(self, module: nn.Module, parameters: dict[str, Tensor], batches: Sequence[Any]) -> None:
+        """Set the statistics of batch normalisation to those of some inputs."""
+        with forget_statistics([module.get_submodule(name) for name in self.normalised]):
+            for inputs in batches:
+                self.forward(module, parameters, inputs)
+
+    def loaded(self, vector: Tensor, batches: Sequence[Any]) -> nn.Module:
+        """Return a copy of the module with the parameters `vector` (d,), its statistics those of `batches`."""
+        module, parameters = copy.deepcopy(self.module), self.views(vector.detach())
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if name in parameters:
+                    parameter.copy_(parameters[name])
+            if self.normalised:
+                modes = {m: m.training for m in module.modules()}
+                self.calibrate(module.eval(), parameters, batches)
+                for part, mode in modes.items():
+                    part.training = mode
+        return module
+
+    def whole_precision(self, output: Any) -> Any:
+        """Return outputs in the precision of the parameters."""
+        return output.to(self.start.dtype) if isinstance(output, Tensor) and output.is_floating_point() else output
+
+
+def joined(outputs: list[Any]) -> Any:
+    """Return the outputs of several calls as those of one."""
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs)
+    if isinstance(outputs[0], dict):
+        return {key: torch.cat([part[key] for part in outputs]) for key in outputs[0]}
+    return tuple(map(torch.cat, zip(*outputs)))
