@@ -27,3 +27,4 @@ from .errors import Interrupted as Interrupted
 from .errors import RunError as RunError
 from .experiments.compare import compare as compare
 from .graphs import Graph as Graph
+from .own_loop import Agent as Agent

@@ -207,6 +207,7 @@ class Problem:
     waited: list[float] | None = None  # seconds spent waiting for samples so far, if they are read when they are used
     metric_names: Sequence[str] = ()  # of `evaluate`, if `glance` has a cost
     metrics_cost: float = 0.0  # of `glance` per agent, in gradients of the functions of a round
+    ended: bool = False  # True: no more gradients come, since a training loop has ended, and so the run ends
     stochastic: bool = False  # True: the functions of one draw, such as a mini-batch, and not those to be minimised
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -242,6 +243,17 @@ class Problem:
     def glance(self, x: Tensor) -> dict[str, Tensor]:
         """Return the metrics of `evaluate`, perhaps on fewer samples, for rounds in between."""
         return self.evaluate(x)
+
+    def known_curvature(self, x: Tensor) -> Tensor | None:
+        """Return (k,) how curved the functions are, if the problem knows; None: ask `curvature.smoothness`."""
+        return None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint must hold, such as the state of an optimizer outside the method."""
+        return {}
+
+    def restore(self, buffers: dict[str, Tensor]) -> None:
+        """Restore the tensors that `buffers` returned."""
 
     def module(self, vector: Tensor) -> nn.Module:
         """Return the user's model with the parameters `vector` (d,)."""

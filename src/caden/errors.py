@@ -25,6 +25,10 @@ class Interrupted(RunError):
     """The run was interrupted with Ctrl-C; it can be resumed."""
 
 
+class LoopEnded(Exception):
+    """No more gradients come, because the training loop that gives them has ended. Never reaches the user."""
+
+
 def require_choice(kind: str, name: object, known: Iterable[str]) -> str:
     """Return `name` if it is known, otherwise suggest the nearest known name."""
     known = sorted(known)

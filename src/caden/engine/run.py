@@ -7,7 +7,7 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any
 
@@ -88,6 +88,9 @@ class CountingProblem(Problem):
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         return self._now.hvp(x, v, rows)
+
+    def known_curvature(self, x: Tensor) -> Tensor | None:
+        return self.whole.known_curvature(x)
 
 
 class Run:
@@ -175,6 +178,7 @@ class Run:
         """Return everything that determines the rest of the run."""
         tensors = flatten(self.state, "state")
         tensors |= {f"network.{name}": tensor for name, tensor in self.network.buffers().items()}
+        tensors |= {f"problem.{name}": tensor for name, tensor in self.problem.whole.buffers().items()}
         if self.curvature is not None:
             tensors["curvature"] = self.curvature
         return tensors, {
@@ -194,9 +198,10 @@ class Run:
         Returns the part of this process.
         """
         layout, transport = self.network.layout, self.network.transport
-        if "curvature" in parts[0].tensors:  # `begin` asks for one; its values are restored below
-            self.curvature = torch.ones(layout.agents, dtype=self.problem.dtype, device=self.problem.device)
+        # With some curvature, `begin` need not measure any; the values are restored below.
+        self.curvature = torch.ones(layout.agents, dtype=self.problem.dtype, device=self.problem.device)
         self.begin(start)
+        self.curvature = None
         part = parts[0]
         if len(parts) > 1 or part.facts.get("hosted", layout.hosted.tolist()) != layout.hosted.tolist():
             part = redeal(parts, flatten(self.state, "state"), layout, transport.rank == 0)
@@ -204,8 +209,8 @@ class Run:
         if "curvature" in tensors:
             self.curvature = tensors["curvature"].to(self.problem.device)
         self.state = restore(self.state, tensors, "state")
-        buffers = {k.removeprefix("network."): t for k, t in tensors.items() if k.startswith("network.")}
-        self.network.restore(buffers, int(numbers["numbers_sent"]), int(numbers["bytes"]))
+        self.network.restore(_named("network.", tensors), int(numbers["numbers_sent"]), int(numbers["bytes"]))
+        self.problem.whole.restore(_named("problem.", tensors))
         transport.wire_bytes = int(numbers.get("wire_bytes", 0))
         self.problem.gradients, self._bound = int(numbers["gradients"]), numbers["bound"]
         self.index, self.seconds = int(numbers["round"]), numbers["seconds"]
@@ -225,3 +230,7 @@ class Run:
         fields = flatten(self.state, "").items()
         single = [(name, value) for name, value in fields if value.ndim == 0 or name == ".mu_z"]
         return {name.removeprefix("."): float(value.max()) for name, value in single}
+
+
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

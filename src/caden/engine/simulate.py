@@ -1,7 +1,7 @@
 """`simulate`: run rounds of a method over a network, measure, checkpoint and stop."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -83,7 +83,7 @@ def simulate(
         warn_outside(run)
     recorder = Recorder(run, saving.path, exact=saving.metrics == "exact" or stopping.tolerance is not None)
     with deterministic_mode(deterministic), interruptible() as interrupted, closing(recorder):
-        _begin(run, recorder, start, Warmup.from_spec(warmup), saving, seed)
+        begin(run, recorder, start, Warmup.from_spec(warmup), saving, seed)
         if stopping.stop_at_target and (stopping.target is None or "accuracy" not in recorder.rows[0]):
             raise CadenError("`stop_at_target` needs a `target` and a problem that measures accuracy.")
         reached = any(map(stopping.reached, recorder.rows))
@@ -133,15 +133,15 @@ def prepare(
     messages, links = Messages.from_spec(conditions.messages), Links.from_spec(conditions.links, graph, seed)
     network = Network(graph, problem, draw, awake.may_sleep or transport.sees_only_itself, messages, links, transport)
     run = Run(method, problem, network, awake, work)
-    run.outside = _outside(method.name, awake.may_sleep, messages, links is not None)
+    run.outside = _outside(method.name, awake.may_sleep, messages, links is not None, transport.late)
     return run, run.start(x0)
 
 
-def _outside(method: str, sleep: bool, messages: Messages, links: bool) -> tuple[str, ...]:
+def _outside(method: str, sleep: bool, messages: Messages, links: bool, late: bool) -> tuple[str, ...]:
     """Return the conditions of a run that its method is known not to survive."""
     if method not in CARDS:
         return ()
-    present = {"sleep": sleep, "links": links, "loss": messages.loss > 0, "delay": messages.delay > 0}
+    present = {"sleep": sleep, "links": links, "loss": messages.loss > 0, "delay": late or messages.delay > 0}
     present["compression"] = messages.shared_copies
     return tuple(name for name, here in present.items() if here and name not in CARDS[method].survives)
 
@@ -171,13 +171,26 @@ def checked(method: Any, problem: Any, graph: Any) -> tuple[Method, Problem, Gra
     return method, complete(problem), as_graph(graph)
 
 
-def _begin(run: Run, recorder: Recorder, start: Tensor, warmup: Warmup | None, saving: Saving, seed: int) -> None:
-    """Begin at the start, or at the last checkpoint; afterwards there is at least one row."""
-    path, first = saving.path, run.network.transport.rank == 0
-    if path is not None and first and not saving.resume and path.exists():
+def begin(
+    run: Run,
+    recorder: Recorder,
+    start: Tensor,
+    warmup: Warmup | None,
+    saving: Saving,
+    seed: int,
+    first: Callable[[], None] | None = None,
+) -> None:
+    """Begin at the start, or at the last checkpoint; afterwards there is at least one row.
+
+    `first` is called before a new run begins.
+    """
+    path = saving.path
+    if path is not None and run.network.transport.rank == 0 and not saving.resume and path.exists():
         raise CadenError(f"{path} already exists: choose another directory, or resume that run.")
     parts, part = recorder.load() if saving.resume else None, None
     if parts is None:
+        if first is not None:
+            first()
         run.begin(start, warmup)
     else:
         part = run.restore(start, parts)

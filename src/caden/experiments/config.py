@@ -130,12 +130,12 @@ class Experiment(BaseModel):
         takes = parameters(factory("problem", PROBLEMS, tables["problem"]))
         if hosted is not None and "hosted" in takes and "agents" in takes:
             agents = tables["problem"].get("agents", takes["agents"].default)
-            graph: Graph = make("graph", GRAPHS, tables["graph"], agents=agents, seed=self.seed)
+            graph = self.build_graph(agents)
             shared["hosted"] = hosted(graph)
             problem = complete(make("problem", PROBLEMS, tables["problem"], **shared))
         else:
             problem = complete(make("problem", PROBLEMS, tables["problem"], **shared))
-            graph = make("graph", GRAPHS, tables["graph"], agents=problem.agents, seed=self.seed)
+            graph = self.build_graph(problem.agents)
             agents_here = None if hosted is None else hosted(graph)
             problem = problem if agents_here is None else problem.take(agents_here)
         for kind, made, wanted in (("method", method, Method), ("graph", graph, Graph)):
@@ -144,6 +144,11 @@ class Experiment(BaseModel):
         self._resolve(problem)
         everything_built()
         return method, problem, graph
+
+    def build_graph(self, agents: int) -> Graph:
+        """Make the graph alone."""
+        graph: Graph = make("graph", GRAPHS, dict(self.graph), agents=agents, seed=self.seed)
+        return graph
 
     def _resolve(self, problem: Problem) -> None:
         """Write the defaults that were used into the tables, as far as TOML can express them."""

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from caden.engine.run import Run
 from caden.engine.run_directory import RunDirectory
 from caden.engine.simulate import prepare, warn_outside
 from caden.engine.warmup import Warmup
-from caden.errors import CadenError, Diverged, Interrupted, RunError
+from caden.errors import CadenError, Diverged, Interrupted, LoopEnded, RunError
 from caden.experiments.config import Experiment
 from caden.graphs import Graph
 from caden.networks.messages import Messages
@@ -43,8 +43,24 @@ from caden.networks.peers.wire import AGREED, FINISHED
 
 ASK_WHY = 4.0  # seconds after which a peer finds out why it has not heard from a neighbour
 SYNC_EVERY = 1.0  # seconds between two checkpoints that are forced to disk; every step writes one
-ENDS = ("", "rounds", "seconds", "tolerance")  # why a peer ends
+ENDS = ("", "rounds", "seconds", "tolerance", "loop")  # why a peer ends
 Show = Callable[[dict[str, Any]], None]
+
+
+class Owner(Protocol):
+    """A training loop of the user's own that a peer works for: it brings the method and the problem."""
+
+    def build(self, config: Experiment, graph: Graph) -> tuple[Method, Problem]:
+        """Return what takes the place of the method and the problem of the fleet file."""
+
+    def attach(self, recorder: Recorder) -> None:
+        """Called when the run is prepared."""
+
+    def introduce(self) -> None:
+        """Called before a new run begins, when the link is there."""
+
+    def conclude(self) -> None:
+        """Called after the last round, while the link is still there."""
 
 
 def prepare_peer(
@@ -68,6 +84,7 @@ def run_peer(
     show: Show | None = None,
     home: Path = Path(),
     link_type: type[ZenohLink] = ZenohLink,
+    owner: Owner | None = None,
 ) -> Result:
     """Run one agent of a fleet until all are done; if `folder` has a checkpoint, continue from it.
 
@@ -76,7 +93,7 @@ def run_peer(
     """
     fleet, stop = Fleet.of(config), stop or threading.Event()
     run_dir, text = RunDirectory(folder), config.to_toml()
-    built = config.build(lambda graph: fleet.hosted_agents(graph, agent))
+    built = _build(config, fleet, agent, owner)
     _, problem, graph = built
     if folder.exists():
         saved_config = folder / "config.toml"
@@ -93,12 +110,20 @@ def run_peer(
         link = link_type(fleet, graph, agent, like, home, folder, stop, Messages.from_spec(config.messages).codec)
         missing = _MissingNeighbours(fleet, graph, agent, home, link)
         try:
-            peer = _Peer(config, fleet, agent, built, link, missing, folder, stop, show)
+            peer = _Peer(config, fleet, agent, built, link, missing, folder, stop, show, owner)
             with closing(peer.recorder):
                 return peer.work()
         finally:
             missing.close()
             link.close()
+
+
+def _build(config: Experiment, fleet: Fleet, agent: int, owner: Owner | None) -> tuple[Method, Problem, Graph]:
+    if owner is None:
+        return config.build(lambda graph: fleet.hosted_agents(graph, agent))
+    graph = config.build_graph(len(fleet.endpoints))
+    fleet.hosted_agents(graph, agent)
+    return *owner.build(config, graph), graph
 
 
 class _MissingNeighbours:
@@ -146,14 +171,18 @@ class _Peer:
         folder: Path,
         stop: threading.Event,
         show: Show | None,
+        owner: Owner | None = None,
     ):
         self.run, self.start, self.transport = prepare_peer(config, agent, built, link)
+        self.owner = owner
         self.recorder = Recorder(self.run, folder, self._history_row, config.metrics == "exact")
         self.config, self.fleet, self.agent, self.link, self.missing = config, fleet, agent, link, missing
         self.stop, self.show, self.shown_at, self.synced_at = stop, show, 0.0, 0.0
         self.clock, self.calm, self.change, self.time_is_up, self.reason = 0.0, 0, math.inf, False, ""
         self.heard_in_sweep: set[int] = set()  # neighbours from which a row arrived since the last sweep
         self.log = folder / "versions.jsonl"
+        if owner is not None:
+            owner.attach(self.recorder)
 
     def work(self) -> Result:
         run, link, recorder = self.run, self.link, self.recorder
@@ -169,7 +198,12 @@ class _Peer:
                 raise Interrupted(
                     f"Agent {self.agent} stopped after round {run.index}; run the same command to continue."
                 )
-            self._step()
+            try:
+                self._step()
+            except LoopEnded:
+                self.reason = "loop"
+                self._save()
+                break
             self.clock = time.monotonic() - began
             self.time_is_up = self.fleet.seconds is not None and self.clock >= self.fleet.seconds
             if isinstance(self.transport, Free):
@@ -189,6 +223,8 @@ class _Peer:
                 f"Agent {self.agent} never heard from {self.missing.text()}, so it is not done: run the same command "
                 "to continue."
             )
+        if self.owner is not None:
+            self.owner.conclude()
         agreed = self.fleet.mode == "free" and self.reason == "tolerance"
         link.report_progress(run.index, self._life, self.calm, FINISHED | (AGREED if agreed else 0))
         if recorder.rows[-1]["round"] != run.index:
@@ -212,6 +248,8 @@ class _Peer:
         parts = self.recorder.load()
         if parts is None:
             self.log.unlink(missing_ok=True)
+            if self.owner is not None:
+                self.owner.introduce()
             self.run.begin(self.start, Warmup.from_spec(self.config.warmup))
             self._log_step(-1)
             self._save()
@@ -245,6 +283,8 @@ class _Peer:
     def _reason_to_end(self) -> str:
         """Return why to end here, or "". In lockstep all agents decide the same in the same round."""
         index, tolerance = self.run.index, self.config.tolerance
+        if self.run.problem.whole.ended:
+            return "loop"
         if index >= self.config.rounds:
             return "rounds"
         if isinstance(self.transport, Free):

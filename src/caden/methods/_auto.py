@@ -25,6 +25,16 @@ START = 0.006  # in L / (mean degree)
 CHECKS = (6, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rounds after which mu_z may change
 BAND = (0.5, 1.7)  # it does if curvature x |primal residual| / |dual residual|, divided by its target, is outside
 LARGEST_CHANGE = 30.0
+ROUNDS_TO_ADAPT = 10
+
+
+def curvature_of_steps(ratio: Tensor) -> Tensor:
+    """Return what to take for the curvature if all that is known is |mean gradient| / |way| of some local steps.
+
+    With the mu_z that follows, duals that move by such a way in each round are as large as the gradient after
+    ROUNDS_TO_ADAPT rounds.
+    """
+    return ratio / (ROUNDS_TO_ADAPT * START)
 
 
 def first_penalty(curvature: Tensor, graph: Graph) -> Tensor:

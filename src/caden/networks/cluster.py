@@ -8,8 +8,9 @@ Every rank draws the same random numbers, so all know who is awake and what is s
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +27,8 @@ from caden.networks.transport import Transport
 TIMEOUT = 300.0  # seconds a rank waits for another before it gives up
 
 
-def join(timeout: float = TIMEOUT) -> Ranks:
-    """Join the process group of the job that this process was launched in.
+def join(timeout: float = TIMEOUT, one_each: bool = False) -> Ranks:
+    """Join the process group of the job that this process was launched in; `one_each`: rank i hosts agent i alone.
 
     A restarted job gets its own part of the store: the old part still holds the addresses of the processes that died.
     """
@@ -45,7 +46,7 @@ def join(timeout: float = TIMEOUT) -> Ranks:
             timeout=wait,
         )
         atexit.register(dist.destroy_process_group)
-    return Ranks(job.rank, job.world)
+    return Ranks(job.rank, job.world, [[rank] for rank in range(job.world)] if one_each else None)
 
 
 def blocks(graph: Graph, parts: int) -> list[list[int]]:
@@ -94,9 +95,9 @@ def _refine(adjacent: np.ndarray, home: np.ndarray, parts: int) -> None:
 class Ranks(Transport):
     """The transport between the ranks of a job."""
 
-    def __init__(self, rank: int, world: int):
+    def __init__(self, rank: int, world: int, plan: list[list[int]] | None = None):
         self.rank, self.world = rank, world
-        self._plan: list[list[int]] = []
+        self._plan = plan or []
 
     def hosts(self, graph: Graph) -> list[int] | None:
         if sum(map(len, self._plan)) != graph.agents:
@@ -120,8 +121,8 @@ class Ranks(Transport):
         self._sent_to = {other: torch.unique(self._owner[arcs]) for other, arcs in self._arcs_to.items()}  # agents
         self._received_from = {other: torch.unique(self._peer[arcs]) for other, arcs in self._arcs_to.items()}  # agents
 
-    def _send_and_receive(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        """Send and receive one tensor per rank; skip empty ones."""
+    def _send_and_receive(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> list[Any]:
+        """Begin to send and receive one tensor per rank, except empty ones; return what to wait for."""
         operations = []
         for other in self._arcs_to:
             if incoming[other].numel():
@@ -129,9 +130,7 @@ class Ranks(Transport):
             if outgoing[other].numel():
                 operations.append(dist.P2POp(dist.isend, outgoing[other], other))
                 self.wire_bytes += outgoing[other].numel() * outgoing[other].element_size()
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def _rows_of(self, agents: Tensor) -> list[int]:
         return [self._row_of[agent] for agent in agents.tolist()]
@@ -142,20 +141,28 @@ class Ranks(Transport):
         wanted = {other: agents[active[agents]] for other, agents in self._received_from.items()}
         outgoing = {o: rows[self._rows_of(agents[active[agents]])].contiguous() for o, agents in self._sent_to.items()}
         incoming = {o: rows.new_empty(len(agents), rows.shape[1]) for o, agents in wanted.items()}
-        self._send_and_receive(outgoing, incoming)
+        for work in self._send_and_receive(outgoing, incoming):
+            work.wait()
         for other, agents in wanted.items():
             known[self._rows_of(agents)] = incoming[other]
         return known
 
-    def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
+    def post_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> Callable[[], Tensor]:
         received, sending, coming = self._layout.reverse(arcs), sends.squeeze(1).cpu(), comes.squeeze(1).cpu()
         outgoing = {o: arcs[own[sending[own]]].contiguous() for o, own in self._arcs_to.items()}
         awaited = {o: own[coming[own]] for o, own in self._arcs_to.items()}
         incoming = {o: arcs.new_empty(len(own), arcs.shape[1]) for o, own in awaited.items()}
-        self._send_and_receive(outgoing, incoming)
-        for other, own in awaited.items():
-            received[own] = incoming[other]
-        return received, None
+        under_way = self._send_and_receive(outgoing, incoming)
+
+        def receive() -> Tensor:
+            for work in under_way:
+                work.wait()
+            for other, own in awaited.items():
+                received[own] = incoming[other]
+            outgoing.clear()  # needed until now
+            return received
+
+        return receive
 
     def reduce(self, values: Sequence[float], how: str) -> list[float]:
         result = torch.tensor(values, dtype=torch.float64, device=self._layout.rows.device)

@@ -49,7 +49,7 @@ class Network:
             raise CadenError("Copies of what was sent must stay equal: remove `links`, or compression and triggers.")
         self.transport.connect(self.layout, problem.dim)
         self.may_sleep = may_sleep or links is not None
-        self.lossy = self.post.model.unreliable or self.transport.sees_only_itself
+        self.lossy = self.post.model.unreliable or self.transport.sees_only_itself or self.transport.late
         self.abridged = self.post.model.abridged
         self.numbers_sent = self.bytes = 0
         self.dim, self._degree = problem.dim, self.layout.degree.to(problem.dtype)

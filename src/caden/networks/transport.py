@@ -1,10 +1,12 @@
 """Transports: what carries rows between processes. A network depends on nothing else outside its process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from caden.errors import CadenError
 from caden.graphs import Graph
 from caden.networks.layout import Layout
 
@@ -16,6 +18,7 @@ class Transport(Protocol):
     world: int = 1  # number of processes of the run
     # True: this process does not know who is awake elsewhere, and counts only what it sends itself.
     sees_only_itself: bool = False
+    late: bool = False  # True: messages of arcs arrive a round later
     wire_bytes: int = 0  # bytes that this process has sent to others
 
     def hosts(self, graph: Graph) -> list[int] | None:
@@ -36,6 +39,11 @@ class Transport(Protocol):
 
         `sends` and `comes` (2e, 1) say for each arc whether its owner sends, and whether its peer does.
         """
+        return self.post_arcs(arcs, sends, comes)(), None
+
+    def post_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> Callable[[], Tensor]:
+        """Begin an exchange of arcs; return a function that waits for its end and returns what came."""
+        raise CadenError("Messages cannot be sent in the background here.")
 
     def gather(self, rows: Tensor) -> Tensor:
         """Collect the rows of all agents, in order: (k, ...) -> (m, ...)."""
@@ -72,11 +80,77 @@ class Memory(Transport):
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         return rows
 
-    def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self._layout.reverse(arcs), None
+    def post_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> Callable[[], Tensor]:
+        return lambda: self._layout.reverse(arcs)
 
     def gather(self, rows: Tensor) -> Tensor:
         return rows
 
     def largest(self, values: Tensor) -> Tensor:
         return values.max()
+
+
+class Overlapped(Transport):
+    """Another transport whose messages of arcs travel while agents compute: an exchange gives what the last one sent.
+
+    So no agent waits for its neighbours' messages of the same round, and the method must survive delay.
+    """
+
+    late = True
+
+    def __init__(self, inside: Transport):
+        self._inside = inside
+        self._pending: tuple[Callable[[], Tensor], Tensor] | None = None
+        self.rank, self.world = inside.rank, inside.world
+
+    @property
+    def wire_bytes(self) -> int:
+        return self._inside.wire_bytes
+
+    @wire_bytes.setter
+    def wire_bytes(self, count: int) -> None:
+        self._inside.wire_bytes = count
+
+    def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
+        received, came = torch.zeros_like(arcs), torch.zeros_like(comes)
+        if self._pending is not None:
+            receive, came = self._pending
+            received = receive()
+        self._pending = self._inside.post_arcs(arcs, sends, comes), comes
+        return received, came
+
+    def buffers(self) -> dict[str, Tensor]:
+        if self._pending is None:
+            return self._inside.buffers()
+        receive, came = self._pending
+        received = receive()
+        self._pending = (lambda: received), came
+        return {**self._inside.buffers(), "received": received, "came": came}
+
+    def restore(self, buffers: dict[str, Tensor]) -> None:
+        rest = dict(buffers)
+        if "received" in rest:
+            received, came = rest.pop("received"), rest.pop("came")
+            self._pending = (lambda: received), came
+        self._inside.restore(rest)
+
+    def hosts(self, graph: Graph) -> list[int] | None:
+        return self._inside.hosts(graph)
+
+    def connect(self, layout: Layout, dim: int) -> None:
+        self._inside.connect(layout, dim)
+
+    def begin_round(self, index: int) -> None:
+        self._inside.begin_round(index)
+
+    def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
+        return self._inside.share_rows(rows, active)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return self._inside.gather(rows)
+
+    def largest(self, values: Tensor) -> Tensor:
+        return self._inside.largest(values)
+
+    def reduce(self, values: Sequence[float], how: str) -> list[float]:
+        return self._inside.reduce(values, how)

@@ -23,6 +23,20 @@ from caden.errors import CadenError
 _FLOOR = 8  # in units of the rounding error of the two parts of grad h
 
 
+def accurate(
+    gradient: Tensor, slope: Tensor, way: Tensor, rho: Tensor, first: Tensor, accuracy: float, overshoot: float
+) -> Tensor:
+    """Return (k,) which agents may stop by the rule of `core.Objective`, or are at the rounding error.
+
+    They have come a `way` (k, d) from the start, where the norm of grad h was `first` (k,).
+    """
+    g, length = gradient + slope, row_norms(way)
+    norm, enough = row_norms(g), torch.where(rho > 0, rho * length, first) * accuracy
+    floor = _FLOOR * torch.finfo(g.dtype).eps * (row_norms(gradient) + row_norms(slope))
+    beyond = row_dots(g, way) > overshoot * rho * length**2
+    return (norm <= floor) | ((norm <= enough) & ~(beyond & (rho > 0)))
+
+
 class Memory(NamedTuple):
     """What every solver stores between rounds."""
 
@@ -91,13 +105,9 @@ class Iterate:
         live = self.work > iteration
         if self._start is None or self._accuracy is None or iteration == 0:
             return live
-        (start, first), g = self._start, self.full_gradient(None)
-        way, norm, rho = self.x - start, row_norms(g), self.rho.squeeze(1)
-        length = row_norms(way)
-        enough = torch.where(rho > 0, rho * length, first) * self._accuracy
-        floor = _FLOOR * torch.finfo(g.dtype).eps * (row_norms(self.gradient) + row_norms(self.slope))
-        beyond = row_dots(g, way) > self._overshoot * rho * length**2
-        return live & (norm > floor) & ((norm > enough) | (beyond & (rho > 0)))
+        start, first = self._start
+        parts = self.gradient, self.slope, self.x - start, self.rho.squeeze(1), first
+        return live & ~accurate(*parts, self._accuracy, self._overshoot)
 
     def local_steps(self) -> Iterator[tuple[int, Tensor | None]]:
         """Yield the number of each local step and the rows that take it (None for all of them)."""

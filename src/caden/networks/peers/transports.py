@@ -8,6 +8,7 @@ version 0 of a sender's life (`wire.LIFE`) is its start and version t is the mes
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import networkx as nx
 import torch
 from torch import Tensor
 
@@ -122,6 +123,30 @@ class Lockstep(Transport):
             best = torch.stack([best, *heard.values()]).amax(0)
         return best
 
+    def mean(self, row: Tensor, rounds: int) -> Tensor:
+        """Return the mean of the rows of all agents, after the given number of rounds.
+
+        The rows are added up along a tree towards agent 0, and their mean comes back.
+        """
+        self._version = rounds * LANES + 3 * LANES // 4
+        graph = self._layout.graph.to_networkx()
+        parent, depth = dict(nx.bfs_predecessors(graph, 0)), nx.single_source_shortest_path_length(graph, 0)
+        children = [j for j in self.neighbours if parent.get(j) == self._agent]
+        own, last, above = depth[self._agent], max(depth.values()), parent.get(self._agent, -1)
+        total = row
+        for level in range(last, 0, -1):
+            heard = self._publish_and_collect(
+                {above: total} if own == level else {}, children if own == level - 1 else [], row
+            )
+            total = torch.stack([total, *heard.values()]).sum(0)
+        mean = total / len(depth)
+        for level in range(last):
+            heard = self._publish_and_collect(
+                dict.fromkeys(children, mean) if own == level else {}, [above] if own == level + 1 else [], row
+            )
+            mean = heard.get(above, mean)
+        return mean
+
     def agree(self, rounds: int, *values: float) -> list[float]:
         """Return the largest of each number over all agents, after the given number of rounds."""
         self._version = rounds * LANES + LANES // 2
@@ -142,6 +167,7 @@ class Free(Transport):
     def __init__(self, agent: int, link: Link, clip: float | None = None):
         self._agent, self._link, self._clip = agent, link, clip
         self._index, self._exchanges = -1, 0
+        self.mark = 0.0  # travels with the start; neighbours with another one do not count
         self.fresh: dict[int, int] = {}  # {neighbour: version} received in the last exchange
         self.paths: dict[int, Path] = {}  # {neighbour: how it came about}
         self._untaken: dict[int, Path] = {}
@@ -197,9 +223,12 @@ class Free(Transport):
         if self._index >= 0:
             raise self._refusal()
         if not self.quiet:
-            self._link.publish(0, dict.fromkeys(self.neighbours, _padded(rows[0], HEADER)))
+            marked = torch.cat([rows[0], rows.new_full((1,), self.mark)])
+            self._link.publish(0, dict.fromkeys(self.neighbours, _padded(marked, HEADER - 1)))
         known = rows.expand(len(self._layout.rows), -1).clone()  # its own row stands in for unheard peers
         for j, row in self._take_new_rows().items():
+            if float(row[rows.shape[1]]) != self.mark:
+                raise CadenError(f"Agent {j} has another model: names and shapes of all parameters must be the same.")
             known[1 + self.neighbours.index(j)] = row[: rows.shape[1]]
         return known
 
