@@ -366,6 +366,7 @@ class Agent:
         atexit.unregister(self._remind)
 
     def _remind(self) -> None:
+        self._open.close()
         if not self._finished:
             warnings.warn("`agent.finish()` was not called: the model is this agent's own, not the mean.", stacklevel=2)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -92,14 +93,13 @@ class Handoff:
     def take(self) -> Task | None:
         """Wait for the next task; None if the method has ended. Raises what the method raised."""
         assert self._thread is not None
-        while True:
-            running = self._thread.is_alive()
-            try:
-                return self._tasks.get(timeout=0.1)
-            except queue.Empty:
-                if not running:
-                    self.raise_error()
-                    return None
+        running = True
+        while running:
+            running = self._thread.is_alive()  # before the last look
+            with suppress(queue.Empty):
+                return self._tasks.get(timeout=0.1 if running else 0)
+        self.raise_error()
+        return None
 
     def raise_error(self) -> None:
         """Raise what the method raised, once."""
@@ -158,7 +158,8 @@ class OwnLoop(Problem):
         return self.save()
 
     def restore(self, buffers: dict[str, Tensor]) -> None:
-        self.load(buffers)
+        if buffers:  # else the user restores them
+            self.load(buffers)
 
 
 def own_solver(handoff: Handoff, problem: OwnLoop, fresh: bool = True) -> LocalSolver:

@@ -64,7 +64,9 @@ class Steps:
         began = time.perf_counter()
         task = self._handoff.take()
         self.waited += time.perf_counter() - began
-        self.task, self.count, self.over = task, 0, task is None
+        if task is None or task.kind != "gradient" or self.task is None or task.round != self.task.round:
+            self.count = 0  # a round of gradients is one task for each
+        self.task, self.over = task, task is None
         if task is None:
             return
         parameters, device = self.parameters, self.parameters.device
@@ -81,10 +83,11 @@ class Steps:
     @torch.no_grad()
     def before(self) -> None:
         """Add the method's part to the gradients."""
+        task = self.task
+        if task is not None and task.kind == "solve" and self._every == Every() and self._is_accurate(task):
+            self.hand_in()  # the next round begins where this one ends, so the gradients are still good
         if self.task is None:
             return
-        if self.task.kind == "solve" and self._every == Every() and self._is_accurate(self.task):
-            self.hand_in()  # the next round begins where this one ends, so the gradients are still good
         if self.task.kind == "solve":
             self.parameters.add_to_gradients(self.parameters.views(self._slope))
         else:
@@ -151,7 +154,8 @@ class Steps:
                 f"`{broken}` is not finite after step {self.total}, so the round was not sent: look for NaN in the "
                 "gradients, or lower the learning rate."
             )
-        self._handoff.answer(Done(rows, self.count, ended))
+        made = self.count if task.kind != "gradient" else int(self._sum is not None)
+        self._handoff.answer(Done(rows, made, ended))
         self.receive()
 
     def state(self) -> dict[str, Tensor]:
