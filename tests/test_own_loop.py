@@ -235,6 +235,32 @@ def test_free_running_peers_with_other_models_refuse_each_other(tmp_path):
     assert any("has another model" in str(error) for error in found.values()), found
 
 
+@pytest.mark.parametrize("kind", ["lightning", "transformers"])
+def test_adapters_train_as_a_plain_loop_does(tmp_path, kind):
+    """The same batches, by Lightning or by the Trainer of Hugging Face: the same model."""
+    pytest.importorskip(kind)
+    models = {}
+    for name in ("plain", kind):
+        (tmp_path / name).mkdir()
+        common = {"rounds": 5, "local_steps": 3, "method": {"name": "caden", "mu_z": 0.1}, "deterministic": False}
+        fleet_file(
+            tmp_path / name, "lockstep", {"name": "quadratic", "agents": 2, "dim": 2}, {"name": "path"}, **common
+        )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    commands = [
+        [sys.executable, str(Path(SCRIPT).with_name("adapters.py")), name, tmp_path / name / "FLEET.toml", str(agent)]
+        for name in ("plain", kind)
+        for agent in (0, 1)
+    ]
+    peers = [subprocess.Popen([*command, tmp_path / command[2]], env=environment) for command in commands]
+    assert [peer.wait(100) for peer in peers] == [0] * 4
+    for name in ("plain", kind):
+        models[name] = [json.loads((tmp_path / name / f"{name}-{agent}.json").read_text()) for agent in (0, 1)]
+    for ours, theirs in zip(models["plain"], models[kind]):
+        for a, b in zip(ours, theirs):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
 def started(folder, agent, kind, steps):
     """A peer with a loop of its own, as a process."""
     command = [sys.executable, SCRIPT, "peer", str(folder / f"{agent}.json"), str(folder), str(agent), kind, str(steps)]

@@ -161,12 +161,14 @@ class Run:
         self.seconds += time.perf_counter() - began
         return self.info
 
+    def sound(self) -> Tensor:
+        """Return (k,) which hosted agents have a finite loss and a model within reasonable bounds."""
+        fine: Tensor = torch.linalg.vector_norm(self.state.x, dim=1) <= self._bound
+        return fine if self.info.value is None else fine & self.info.value.isfinite()
+
     def diverged(self) -> list[int]:
         """Return the agents whose model or loss is not finite, or whose model has grown beyond any reasonable bound."""
-        fine: Tensor = torch.linalg.vector_norm(self.state.x, dim=1) <= self._bound
-        if self.info.value is not None:
-            fine = fine & self.info.value.isfinite()
-        transport = self.network.transport
+        fine, transport = self.sound(), self.network.transport
         if not transport.reduce([float(not fine.all())], "max")[0]:
             return []
         if transport.world == 1:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.engine.checkpoint import Part
-from caden.errors import CadenError, LoopEnded, RunError
+from caden.errors import CadenError, Diverged, LoopEnded, RunError
 from caden.methods._auto import curvature_of_steps
 from caden.own_loop._parameters import Parameters
 from caden.solvers._iterate import Memory
@@ -122,6 +122,7 @@ class OwnLoop(Problem):
         self.load: Callable[[dict[str, Tensor]], None] = lambda buffers: None
         self.agree: Agree = lambda values: values
         self.round, self.ended = -1, False  # ended: the loop of some agent has ended, so the run does, too
+        self.diverged = False  # after the last round
 
     def at(self, round: int) -> Problem:
         self.round = round
@@ -147,9 +148,15 @@ class OwnLoop(Problem):
         return curvature_of_steps(done.row.to(x.device).reshape(1))
 
     def decide(self, done: Done) -> None:
-        """End the run if a loop has: after this round, or before it if no loop has made a step in it."""
+        """End the run if a loop has: after this round, or before it if no loop has made a step in it.
+
+        This is the only thing that all processes agree on in a round. It comes after the local steps, when the link is
+        idle even if rows travel during them.
+        """
         idle = done.ended and done.steps == 0
-        ended, busy = self.agree([float(done.ended), float(not idle)])
+        ended, busy, diverged = self.agree([float(done.ended), float(not idle), float(self.diverged)])
+        if diverged:
+            raise Diverged
         self.ended = self.ended or bool(ended)
         if ended and not busy:
             raise LoopEnded

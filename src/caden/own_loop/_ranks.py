@@ -8,22 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
-from caden.core import Method, Problem
+from caden.core import Method
 from caden.engine.history import Result
 from caden.engine.options import Conditions, Saving
 from caden.engine.recorder import Recorder
 from caden.engine.simulate import begin, prepare, warn_outside
-from caden.engine.warmup import list_agents
 from caden.errors import Diverged, LoopEnded
 from caden.graphs import Graph
 from caden.methods import advice_for
 from caden.networks.transport import Transport
-from caden.own_loop._loop import Restored
+from caden.own_loop._loop import OwnLoop, Restored
 
 
 def run_rank(
     method: Method,
-    problem: Problem,
+    problem: OwnLoop,
     graph: Graph,
     transport: Transport,
     conditions: Conditions,
@@ -47,12 +46,12 @@ def run_rank(
                 run.step()
             except LoopEnded:
                 break
+            except Diverged:
+                raise Diverged(f"Diverged in round {run.index}: {method.advice or advice_for(method.name)}.") from None
             except Restored as wanted:
                 run.restore(start, [wanted.part])
                 continue
-            if lost := run.diverged():
-                advice = method.advice or advice_for(method.name)
-                raise Diverged(f"Diverged in round {run.index} (agents {list_agents(lost)}): {advice}.")
+            problem.diverged = not bool(run.sound().all())  # the others learn it at the end of their next steps
             if run.index % saving.record_every == 0:
                 recorder.record()
             if saving.path is not None and run.index % saving.checkpoint_every == 0:
