@@ -27,4 +27,5 @@ from .errors import Interrupted as Interrupted
 from .errors import RunError as RunError
 from .experiments.compare import compare as compare
 from .graphs import Graph as Graph
+from .networks.clock import Clock as Clock
 from .own_loop import Agent as Agent

@@ -76,8 +76,9 @@ def comparison(results: Mapping[str, Result], target: float | None, folder: Path
         columns = {"accuracy": "accuracy", "best_accuracy": "accuracy"}
         if target is not None:
             title = f"mean accuracy, and the cost of reaching {target:.0%}"
-            columns |= {to_target(name): name for name in EFFORTS}
-            headings |= {to_target(name): to_target(name).removesuffix("_to_target") for name in EFFORTS}
+            efforts = [name for name in EFFORTS if any(to_target(name) in s for s in summaries.values())]
+            columns |= {to_target(name): name for name in efforts}
+            headings |= {to_target(name): to_target(name).removesuffix("_to_target") for name in efforts}
     table = Table("method", title=title)
     for key, name in columns.items():
         table.add_column(headings.get(key, COLUMNS[name].label), justify="right")

@@ -28,6 +28,7 @@ COLUMNS = {
     "communications": Column("communications", ",", axis=True),
     "gradients": Column("gradient evaluations", ",", axis=True),
     "seconds": Column("seconds", ".2f", axis=True),
+    "time": Column("simulated seconds", ",.1f", axis=True),
     "bytes": Column("bytes sent", ",", axis=True),
     "accuracy": Column("mean test accuracy", ".2%", measure=True),
     "validation_loss": Column("mean test loss, nats per token", ".4f", measure=True),
@@ -45,6 +46,8 @@ COLUMNS = {
     "local_steps": Column("local steps, mean", ".1f"),
     "local_steps_least": Column("local steps, least", ".0f"),
     "local_steps_most": Column("local steps, most", ".0f"),
+    "idle": Column("idle share of the time, mean", ".1%"),
+    "idle_most": Column("idle share of the time, most", ".1%"),
     "wire_bytes": Column("bytes sent between processes", ","),
     "read_seconds": Column("seconds waiting for data", ".2f"),
     "mu_z": Column("mu_z", ".4g"),
@@ -52,7 +55,7 @@ COLUMNS = {
 }
 AXES = {name: column.label for name, column in COLUMNS.items() if column.axis}
 MEASURES = {name: column for name, column in COLUMNS.items() if column.measure}
-EFFORTS = ("round", "communications", "gradients", "seconds")  # costs of reaching a target
+EFFORTS = ("round", "communications", "gradients", "seconds", "time")  # costs of reaching a target
 
 
 def to_target(column: str) -> str:

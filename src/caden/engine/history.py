@@ -91,11 +91,11 @@ class Result:
             lines.append(("final mean accuracy", COLUMNS["accuracy"].text(summary["accuracy"])))
             lines.append(("best mean accuracy", COLUMNS["accuracy"].text(summary["best_accuracy"])))
         if summary.get("target") is not None:
-            for name in ("round", "communications"):
+            for name in ("round", "communications", *(("time",) if "time" in summary else ())):
                 cost = summary[to_target(name)]
                 label = f"{to_target(name).removesuffix('_to_target')} to {summary['target']:.0%}"
                 lines.append((label, "not reached" if cost is None else COLUMNS[name].text(cost)))
-        for name in (*_SHOWN, "mu_z", "seconds"):
+        for name in (*_SHOWN, "time", "idle", "mu_z", "seconds"):
             if summary.get(name) is not None:
                 lines.append((COLUMNS[name].label, COLUMNS[name].text(summary[name])))
         if self.outside:
@@ -123,5 +123,7 @@ def summarise(rows: list[Row], target: float | None, stopped: str) -> dict[str, 
         if target is not None:
             reached = [row for row in rows if float(row["accuracy"] or 0) >= target]
             summary["target"] = target
-            summary |= {to_target(column): reached[0][column] if reached else None for column in EFFORTS}
+            summary |= {
+                to_target(column): reached[0][column] if reached else None for column in EFFORTS if column in rows[0]
+            }
     return summary

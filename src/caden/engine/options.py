@@ -8,6 +8,7 @@ from typing import Any
 
 from caden.engine.history import Row
 from caden.errors import CadenError, require_choice, require_integer, require_positive
+from caden.networks.clock import Clock
 from caden.networks.messages import Messages
 from caden.schedules import Schedule
 
@@ -24,12 +25,14 @@ class Conditions:
         {"bits": 8}, {"trigger": 0.01}, {"trigger": {"first": 1.0, "decay": 0.9}}; by default they are all sent, and
         arrive immediately and complete.
     links: which edges are up: like `participation`, or a schedule (round, draw) -> graph with some of the edges.
+    clock: how long computing and sending take, as `Clock` or its fields; the history then has `time`.
     """
 
     participation: float | Sequence[float] | Schedule = 1.0
     local_steps: int | str | Sequence[int] | Schedule = 5
     messages: Messages | Mapping[str, Any] | None = None
     links: float | Sequence[float] | Schedule | None = None
+    clock: Clock | Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

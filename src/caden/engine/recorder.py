@@ -35,6 +35,7 @@ def full_row(run: Run, exact: bool = True, last: bool = True) -> Row:
         **measured,
         **(sent if transport.world > 1 else {}),
         **({"read_seconds": run.problem.whole.waited[0]} if run.problem.whole.waited else {}),
+        **(run.timer.columns() if run.timer is not None else {}),
         **({"outside": len(run.outside)} if run.outside else {}),
     }
 

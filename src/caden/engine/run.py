@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from caden.engine.checkpoint import Part
 from caden.engine.redeal import redeal
 from caden.engine.warmup import Warmup, start_point, warm_up
 from caden.errors import CadenError
+from caden.networks.clock import Turn
 from caden.networks.network import Network
 from caden.schedules import Participation, Workload
 
@@ -32,6 +34,7 @@ class _Tally:
 
     def __init__(self) -> None:
         self.gradients, self.seconds, self.lock = 0, 0.0, Lock()
+        self.by_agent: np.ndarray | None = None  # (k,) if a clock wants it
 
 
 class CountingProblem(Problem):
@@ -54,6 +57,17 @@ class CountingProblem(Problem):
     @property
     def seconds(self) -> float:
         return self._tally.seconds
+
+    @property
+    def by_agent(self) -> np.ndarray:
+        """(k,) gradients of each agent."""
+        if self._tally.by_agent is None:
+            self._tally.by_agent = np.zeros(self.agents, np.int64)
+        return self._tally.by_agent
+
+    @by_agent.setter
+    def by_agent(self, counts: np.ndarray) -> None:
+        self._tally.by_agent = counts
 
     def forget(self) -> None:
         """Count from zero again."""
@@ -83,6 +97,8 @@ class CountingProblem(Problem):
         answer = self._now.value_and_grad(x, rows)
         with self._tally.lock:
             self._tally.gradients += len(x)
+            if self._tally.by_agent is not None:
+                self._tally.by_agent[slice(None) if rows is None else rows.cpu().numpy()] += 1
             self._tally.seconds += time.perf_counter() - began
         return answer
 
@@ -120,6 +136,14 @@ class Run:
         self.curvature: Tensor | None = None
         self.state: Any = None
         self._bound = 0.0
+        self.timer = network.timer
+        if self.timer is not None:
+            self.timer.gradients = self._gradients
+            self.timer.planned = lambda index: self._work(index).numpy()
+            self.problem.by_agent = np.zeros(self.problem.agents, np.int64)
+
+    def _gradients(self) -> np.ndarray:
+        return self.problem.by_agent.copy()
 
     def start(self, x0: Tensor | None) -> Tensor:
         """Return the (k, d) starting point of the hosted agents, given that of all, if any."""
@@ -142,24 +166,34 @@ class Run:
             if warning:
                 warnings.warn(warning, stacklevel=4)
         self.state = self.method.init(start, context)
+        if self.timer is not None:
+            self.timer.charge(0)
 
     def step(self) -> Info:
-        """Run one round; if everyone sleeps, nothing changes."""
-        began = time.perf_counter()
-        active, self.info = self._awake(self.index), Info()
-        self.active = int(active.sum())
-        if self.active:
-            problem = self.problem.at(self.index)
-            work, accuracy = self._work(self.index), self._work.accuracy
-            context = self.network.round(self.index, active, work, problem, self.curvature, accuracy)
-            context = context._replace(elapsed=min(self.index / self.rounds, 1.0) if self.rounds else 0.0)
-            self.state, self.info = self.method.advance(self.state, context)
-            self.counts["rejected"] += self.info.rejected
-            self.counts["fallbacks"] += self.info.fallbacks
-            self.counts["stalled"] += len(self.info.stalled)
-        self.index += 1
+        """Run one round; if everyone sleeps, nothing changes. Without rounds: until the slowest agent has stepped."""
+        began, done, self.active, self.info = time.perf_counter(), self.index, 0, Info()
+        while done == self.index:
+            turn = Turn(self.index, self._awake(self.index))
+            turn = turn if self.timer is None else self.timer.turn(*turn)
+            self._advance(turn)
+            done = self.index + 1 if self.timer is None else self.timer.end_turn(turn)
+        self.index = done
         self.seconds += time.perf_counter() - began
         return self.info
+
+    def _advance(self, turn: Turn) -> None:
+        index, active = turn
+        self.active += int(active.sum())
+        if not bool(active.any()):
+            return
+        context = self.network.round(
+            index, active, self._work(index), self.problem.at(index), self.curvature, self._work.accuracy
+        )
+        context = context._replace(elapsed=min(index / self.rounds, 1.0) if self.rounds else 0.0)
+        self.state, self.info = self.method.advance(self.state, context)
+        self.counts["rejected"] += self.info.rejected
+        self.counts["fallbacks"] += self.info.fallbacks
+        self.counts["stalled"] += len(self.info.stalled)
 
     def sound(self) -> Tensor:
         """Return (k,) which hosted agents have a finite loss and a model within reasonable bounds."""
@@ -183,6 +217,8 @@ class Run:
         tensors |= {f"problem.{name}": tensor for name, tensor in self.problem.whole.buffers().items()}
         if self.curvature is not None:
             tensors["curvature"] = self.curvature
+        if self.timer is not None:
+            tensors["gradients"] = torch.from_numpy(self.problem.by_agent.copy())
         return tensors, {
             "round": self.index,
             "seconds": self.seconds,
@@ -213,6 +249,8 @@ class Run:
         self.state = restore(self.state, tensors, "state")
         self.network.restore(_named("network.", tensors), int(numbers["numbers_sent"]), int(numbers["bytes"]))
         self.problem.whole.restore(_named("problem.", tensors))
+        if self.timer is not None:
+            self.problem.by_agent = tensors["gradients"].numpy().copy()
         transport.wire_bytes = int(numbers.get("wire_bytes", 0))
         self.problem.gradients, self._bound = int(numbers["gradients"]), numbers["bound"]
         self.index, self.seconds = int(numbers["round"]), numbers["seconds"]

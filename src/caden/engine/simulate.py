@@ -20,6 +20,7 @@ from caden.engine.warmup import Warmup, list_agents
 from caden.errors import CadenError, Diverged, Interrupted, require_integer
 from caden.graphs import Graph, as_graph
 from caden.methods import CARDS, CONDITIONS, advice_for
+from caden.networks.clock import Clock, DeadlineTimer, FreeTimer, Mail, make_timer
 from caden.networks.messages import Messages
 from caden.networks.network import Network
 from caden.networks.transport import Memory, Transport
@@ -131,9 +132,20 @@ def prepare(
         problem = problem.take(hosted)
     awake, work = Participation(conditions.participation, draw), Workload(conditions.local_steps, draw)
     messages, links = Messages.from_spec(conditions.messages), Links.from_spec(conditions.links, graph, seed)
-    network = Network(graph, problem, draw, awake.may_sleep or transport.sees_only_itself, messages, links, transport)
+    timer = make_timer(Clock.from_spec(conditions.clock), graph, draw)
+    if timer is not None and not isinstance(transport, Memory):
+        raise CadenError("`clock` is for simulations: processes and peers have clocks of their own.")
+    if isinstance(timer, FreeTimer):
+        if messages != Messages() or links is not None or awake.may_sleep:
+            raise CadenError(
+                'The mode "free" has delays of its own: remove `messages`, `links` and `participation`, or use "wait".'
+            )
+        transport = Mail(timer)
+    may_sleep = awake.may_sleep or transport.sees_only_itself
+    network = Network(graph, problem, draw, may_sleep, messages, links, transport, timer)
     run = Run(method, problem, network, awake, work)
-    run.outside = _outside(method.name, awake.may_sleep, messages, links is not None, transport.late)
+    asleep = awake.may_sleep or isinstance(timer, DeadlineTimer)
+    run.outside = _outside(method.name, asleep, messages, links is not None, transport.late)
     return run, run.start(x0)
 
 

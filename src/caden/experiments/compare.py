@@ -70,7 +70,9 @@ def compare_experiment(config: Experiment, names: Sequence[str], directory: Path
     lines = {name: [result.history] for name, result in results.items()}
     measure = "accuracy" if all("accuracy" in h[0] for h in lines.values()) else "relative_error"
     title = f"{MEASURES[measure].label} on {config.problem.get('data', config.problem['name'])}"
-    panels = [Figure("", "", measure, lines, x, config.target) for x in EFFORTS]
+    panels = [
+        Figure("", "", measure, lines, x, config.target) for x in EFFORTS if all(x in h[0] for h in lines.values())
+    ]
     draw(panels, directory / "compare.png", title=title)
     return results
 

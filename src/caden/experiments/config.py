@@ -33,6 +33,7 @@ from caden.engine.warmup import Warmup
 from caden.errors import CadenError, require_choice, require_integer
 from caden.graphs import GRAPHS, Graph
 from caden.methods import CARDS, METHODS
+from caden.networks.clock import Clock
 from caden.networks.messages import Messages
 from caden.networks.transport import Transport
 from caden.problems import PROBLEMS
@@ -83,6 +84,7 @@ class Experiment(BaseModel):
     warmup: dict[str, Any] = {}
     messages: dict[str, Any] = {}
     links: float | list[float] | dict[str, Any] = 1.0
+    clock: dict[str, Any] = {}
     compare: dict[str, dict[str, Any]] = {}  # parameters of the other methods of `caden compare`
     tune: dict[str, dict[str, Any]] = {}  # search spaces of `caden tune`
     fleet: dict[str, Any] = {}  # where peers listen, see `networks.peers.Fleet`
@@ -98,7 +100,7 @@ class Experiment(BaseModel):
         Stopping(self.target, self.stop_at_target, self.tolerance)
         for name in self.warmup:
             require_choice("key", f"warmup.{name}", [f"warmup.{field}" for field in Warmup._fields])
-        Warmup.from_spec(self.warmup), Messages.from_spec(self.messages)
+        Warmup.from_spec(self.warmup), Messages.from_spec(self.messages), Clock.from_spec(self.clock)
         for kind, registry in REGISTRIES.items():
             factory(kind, registry, getattr(self, kind), HIDDEN)
         for value, schedule in ((self.participation, Participation), (self.local_steps or 0, Workload)):
@@ -197,7 +199,7 @@ class Experiment(BaseModel):
         )
         given = {name: getattr(self, name) for name in (*same, "deterministic")}
         given |= {n: schedules.from_spec(getattr(self, n)) for n in ("participation", "links")}
-        given["local_steps"] = self.workload
+        given |= {"local_steps": self.workload, "clock": self.clock}
         given |= {"warmup": self.warmup, "messages": self.messages, "config": self.to_toml(), "transport": transport}
         return simulate(method, problem, graph, **given, directory=directory, resume=resume, **options)
 

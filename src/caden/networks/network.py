@@ -14,6 +14,7 @@ from caden.core import Edges, Heard, Problem, Round
 from caden.draws import Draw
 from caden.errors import CadenError
 from caden.graphs import Graph
+from caden.networks.clock import Timer
 from caden.networks.copies import ArcCopies, Notice, RowCopies
 from caden.networks.heard import HeardArcs, HeardRows
 from caden.networks.layout import Layout
@@ -36,8 +37,10 @@ class Network:
         messages: Messages | None = None,
         links: Links | None = None,
         transport: Transport | None = None,
+        timer: Timer | None = None,
     ):
         self.transport: Transport = Memory() if transport is None else transport
+        self.timer = timer
         self.layout = Layout(graph, self.transport.hosts(graph), problem.device)
         if problem.agents != self.layout.agents:
             raise CadenError(f"The graph has {graph.agents} agents but the problem has {problem.agents}.")
@@ -48,7 +51,7 @@ class Network:
         if links is not None and self.post.model.shared_copies:
             raise CadenError("Copies of what was sent must stay equal: remove `links`, or compression and triggers.")
         self.transport.connect(self.layout, problem.dim)
-        self.may_sleep = may_sleep or links is not None
+        self.may_sleep = may_sleep or links is not None or (timer is not None and timer.may_sleep)
         self.lossy = self.post.model.unreliable or self.transport.sees_only_itself or self.transport.late
         self.abridged = self.post.model.abridged
         self.numbers_sent = self.bytes = 0
@@ -114,10 +117,15 @@ class Network:
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint must hold."""
-        return self.post.known | {f"transport.{name}": tensor for name, tensor in self.transport.buffers().items()}
+        clock = {} if self.timer is None else self.timer.buffers()
+        known = self.post.known | {f"transport.{name}": tensor for name, tensor in self.transport.buffers().items()}
+        return known | {f"clock.{name}": tensor for name, tensor in clock.items()}
 
     def restore(self, buffers: dict[str, Tensor], numbers_sent: int, sent_bytes: int) -> None:
         """Restore the tensors that `buffers` returned, and the counters."""
+        if self.timer is not None:
+            self.timer.restore({n.removeprefix("clock."): t for n, t in buffers.items() if n.startswith("clock.")})
+        buffers = {name: tensor for name, tensor in buffers.items() if not name.startswith("clock.")}
         known = {name: tensor for name, tensor in buffers.items() if not name.startswith("transport.")}
         self.post.known = {name: tensor.to(self.layout.ends.device) for name, tensor in known.items()}
         self.transport.restore({n.removeprefix("transport."): t for n, t in buffers.items() if n not in known})
@@ -140,6 +148,14 @@ class _Operators:
             self._network.numbers_sent += messages * numbers
             self._network.bytes += messages * size
 
+    def _travel(self, sizes: Tensor | float, sends: Tensor | None = None) -> None:
+        """Let messages travel over the arcs (2e, 1) that send, by default those whose owners are awake."""
+        timer = self._network.timer
+        if timer is None or self._index < 0:
+            return
+        going = torch.cat([self._edges.awake_first, self._edges.awake_second]) if sends is None else sends
+        timer.exchange(self._index, (going * sizes).squeeze(1).double().cpu().numpy())
+
     def _next_exchange(self) -> int:
         self._exchanges += 1
         return self._exchanges - 1
@@ -157,6 +173,8 @@ class _Operators:
         self._count(wholes, width, width * itemsize)
         self._count(parts, width, width * itemsize if codec is None else codec.size(width, itemsize))
         self._count(silent, 0, NOTICE)
+        size = width * itemsize if codec is None else codec.size(width, itemsize)
+        self._travel(whole * (width * itemsize) + part * size + ~(whole | part) * NOTICE, awake)
 
     def _remember(self, channel: str, fresh: Tensor) -> Tensor | None:
         """Store and return the row that each agent last sent; None if some have never sent anything."""
@@ -179,6 +197,7 @@ class _Operators:
             public = self._broadcast_copies(f"{channel}.public", rows)
             return HeardRows(rows, public, public, self._edges)
         self._count(self._sending, width, width * rows.element_size())
+        self._travel(width * rows.element_size())
         fresh = self._transport.share_rows(rows, self._active)
         if model.unreliable or network.links is not None:
             return self._hear_by_arc(channel, exchange, rows, fresh)
@@ -237,6 +256,7 @@ class _Operators:
             messages.element_size(),
         )  # with one, it is the link of a free peer that compresses
         self._count(self._sending, dim, dim * itemsize if codec is None else codec.size(dim, itemsize))
+        self._travel((dim + header) * itemsize)
         received, came = self._transport.exchange_arcs(messages, sends, comes)
         came = comes if came is None else came
         if not model.unreliable:
@@ -282,13 +302,19 @@ class _Operators:
             raise CadenError("This method averages through a server, not on the graph: remove `messages` and `links`.")
         chosen = self._transport.gather(rows)[self._active.to(rows.device)]
         self._count(2 * len(chosen), rows.shape[1], rows.shape[1] * rows.element_size())  # to the server and back
+        self._wait_for_all(rows.shape[1] * rows.element_size(), hops=2)
         return chosen.mean(0)
 
     def maximum(self, values: Tensor) -> Tensor:
         if self._index >= 0:  # flooding takes as many scalar exchanges as the diameter
             graph = self._network.graph
             self._count(2 * len(graph.edges) * graph.diameter, 0, values.element_size())  # scalars count as bytes only
+            self._wait_for_all(values.element_size(), graph.diameter)
         return self._transport.largest(values)
+
+    def _wait_for_all(self, size: int, hops: int) -> None:
+        if self._network.timer is not None and self._index >= 0:
+            self._network.timer.barrier(self._index, size, hops)
 
     def uniform(self, label: str) -> float:
         return float(self._network.draw.uniform(f"common/{label}", self._index, count=1)[0])

@@ -120,7 +120,7 @@ def summary(runs: Runs) -> list[str]:
         groups = {
             label: group for label, group in runs.items() if all(r.summary.get("target") == target for r in group)
         }
-        for column in EFFORTS:
+        for column in (c for c in EFFORTS if any(to_target(c) in r.summary for g in groups.values() for r in g)):
             costs = {label: _mean(group, to_target(column)) for label, group in groups.items()}
             order = sorted((v, k) for k, v in costs.items() if math.isfinite(v))
             if not order:
@@ -154,8 +154,9 @@ def results(name: str, title: str, runs: Runs, note: str = "") -> Table:
         if "best_accuracy" in end:
             target = end.get("target")
             if target is not None:
-                for column in EFFORTS:
-                    value, form = _mean(group, to_target(column)), ",.1f" if column == "seconds" else ",.0f"
+                for column in (c for c in EFFORTS if to_target(c) in end):
+                    form = ",.1f" if column in ("seconds", "time") else ",.0f"
+                    value = _mean(group, to_target(column))
                     name_ = to_target(column).removesuffix("_to_target")
                     row[f"{name_} to {target:.0%}"] = format(value, form) if math.isfinite(value) else "-"
             row["highest accuracy"] = f"{_mean(group, 'best_accuracy'):.2%}"
