@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
@@ -31,11 +32,22 @@ class Result:
     stopped: str = "rounds"  # why: "rounds", "target", "tolerance", "callback", "diverged", "interrupted"
     failure: str = ""  # the error message, if the run diverged or was interrupted
     outside: tuple[str, ...] = ()  # conditions of the run that its method is known not to survive, such as "loss"
+    times: dict[str, np.ndarray] = field(default_factory=dict)  # of each agent, if there was a clock
 
     @property
     def history(self) -> pd.DataFrame:
         """One row per recorded round; row 0 is the start."""
         return pd.DataFrame(self.rows)
+
+    @property
+    def agents(self) -> pd.DataFrame:
+        """One row per agent of a run with a clock: the shares of the time it computed and was idle, and its steps."""
+        return pd.DataFrame({name: self.times[name] for name in ("busy", "idle", "steps") if name in self.times})
+
+    @property
+    def waiting(self) -> pd.DataFrame:
+        """(m, m) how many simulated seconds agent i (row) waited for agent j (column)."""
+        return pd.DataFrame(self.times.get("waited", np.empty((0, 0))))
 
     @property
     def mean(self) -> Tensor:

@@ -105,7 +105,9 @@ class Recorder:
     def _result(self, target: float | None, stopped: str, failure: str = "") -> Result:
         run, folder = self.run, self.run_dir.path if self.run_dir else None
         x = run.network.transport.gather(run.state.x)
-        return Result(x, self.rows, run.problem.whole, target, folder, run.scalars(), stopped, failure, run.outside)
+        times = {} if run.timer is None else run.timer.table()
+        end = run.scalars(), stopped, failure, run.outside, times
+        return Result(x, self.rows, run.problem.whole, target, folder, *end)
 
     def failed(self, target: float | None, stopped: str, why: str) -> Result:
         """Return the run so far; if it diverged, it cannot be resumed, and its summary is written."""

@@ -164,6 +164,7 @@ class Timer:
         # Seconds: where each agent's own time stands, its computing time, and (m, m) how long i waited for j.
         self._state = {"now": zero.copy(), "busy": zero.copy(), "waited": np.zeros((m, m))}
         self._state |= {"charged": np.zeros(m, np.int64), "steps": np.zeros(m, np.int64)}
+        self._state |= {"up": zero.copy(), "down": zero.copy()}  # when an agent's own connection is free again
 
     @property
     def time(self) -> float:
@@ -203,12 +204,14 @@ class Timer:
         sent = sizes > 0
         if not sent.any():
             return np.full(len(sizes), -np.inf)
+        begin = np.maximum(begin, self._state["up"]) if np.isfinite(self._up(index)).any() else begin
         leave = begin[self.owner] + self._shared(self.owner, np.where(sent, sizes, 0), self._up(index))
+        np.maximum.at(self._state["up"], self.owner, np.where(sent, leave, 0))
         links = np.concatenate([self._latency(index)] * 2), np.concatenate([self._bandwidth(index)] * 2)
         arrival = np.where(sent, leave + links[0] + sizes / links[1], -np.inf)
         if np.isfinite(self._down(index)).any():
             order = np.argsort(arrival, kind="stable")
-            free, rate = np.full(self.agents, -np.inf), self._down(index)
+            free, rate = self._state["down"], self._down(index)
             for arc in order[sent[order]]:
                 j = self.peer[arc]
                 arrival[arc] = free[j] = max(free[j], arrival[arc]) + sizes[arc] / rate[j]
@@ -292,7 +295,10 @@ class DeadlineTimer(Timer):
         gradients = np.where(state["expected"] > 0, state["expected"], self.planned(index))
         size = np.full(len(self.owner), state["round"][1])
         way = np.zeros(self.agents)
+        kept = state["up"].copy(), state["down"].copy()
+        state["up"][:], state["down"][:] = 0.0, 0.0  # an estimate, as if nothing else were on the way
         np.maximum.at(way, self.owner, self.travel(index, size, np.zeros(self.agents)))
+        state["up"], state["down"] = kept
         seconds = self.compute(index) * gradients + np.maximum(way, 0)
         state["left"][begins] = seconds[begins]
         working, spec = state["left"] >= 0, self.clock.deadline
@@ -323,6 +329,8 @@ class FreeTimer(Timer):
 
     def __init__(self, clock: Clock, graph: Graph, draw: Draw):
         super().__init__(clock, graph, draw)
+        if (self.compute(0) <= 0).any():
+            raise CadenError('`clock.compute` must be positive in the mode "free": steps would take no time.')
         self._state |= {"ends": np.full(self.agents, -1.0), "expected": np.zeros(self.agents)}
         self._sent: list[tuple[int, int, float, Tensor]] = []  # arc, number, arrival, row, of messages under way
         self._newest = np.full(len(self.owner), -1)  # number of the newest message that each arc's peer has taken
@@ -350,6 +358,9 @@ class FreeTimer(Timer):
         index, state, active = self._turn.index, self._state, self._turn.active.numpy()
         moment = float(state["ends"][active].min())
         made = self.charge(index)
+        uncounted = active & (made == 0)  # a solver without gradients takes as long as its steps
+        made = np.where(uncounted, self.planned(index), made)
+        state["now"] += np.where(uncounted, self.compute(index) * made, 0)
         done = np.maximum(moment, state["now"])  # of those that stepped
         going = sends.squeeze(1).cpu().numpy() & active[self.owner]
         sizes = np.where(going, float(arcs.shape[1] * arcs.element_size()), 0.0)
@@ -407,10 +418,26 @@ class Mail(Memory):
     late = True
 
     def __init__(self, timer: FreeTimer):
-        self._timer = timer
+        self._timer, self._index, self._exchanges = timer, -1, 0
+
+    def begin_round(self, index: int) -> None:
+        self._index, self._exchanges = index, 0
+
+    def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
+        if self._index >= 0:
+            raise self._refusal()
+        return rows
 
     def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
+        self._exchanges += 1
+        if self._exchanges > 1:
+            raise self._refusal()
         return self._timer.deliver(arcs, sends)
+
+    def _refusal(self) -> CadenError:
+        return CadenError(
+            'The mode "free" needs a method whose rounds are a single exchange over arcs (caden, radmm, lt_admm).'
+        )
 
 
 def make_timer(clock: Clock | None, graph: Graph, draw: Draw) -> Timer | None:

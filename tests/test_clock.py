@@ -1,0 +1,290 @@
+"""The simulator's clock: formulas for simple networks, textbook loops for others, and numbers that do not change."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import caden
+from caden import CadenError, Clock
+from caden.draws import Draw
+from caden.networks.clock import _Values
+from caden.networks.transport import Memory, Overlapped
+
+AGENTS, DIM = 6, 3
+
+
+@pytest.fixture
+def setting():
+    return caden.problems.quadratic(agents=AGENTS, dim=DIM, seed=0), caden.graphs.erdos_renyi(AGENTS, 0.5, seed=1)
+
+
+def gd(method="caden", **options):
+    parameters = {"caden": {"mu_z": 0.5}, "radmm": {"rho": 0.5}}[method]
+    return getattr(caden.methods, method)(**parameters, solver=caden.solvers.gd(0.3), **options)
+
+
+def last(result, *names):
+    return [result.rows[-1][name] for name in names]
+
+
+@pytest.mark.parametrize("method", ["caden", "gt", "adapd", "fedavg", "scaffold", "esom", "kgt"])
+def test_waiting_changes_no_number(setting, method):
+    problem, graph = setting
+    make = caden.methods.METHODS[method]
+    parameters = {**caden.methods.CARDS[method].unit_parameters}
+    clock = Clock(compute=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6], latency=0.05, bandwidth=1e3)
+    for participation in (1.0, 0.5):
+        plain, timed = (
+            caden.simulate(make(**parameters), problem, graph, 8, participation=participation, clock=c)
+            for c in (None, clock)
+        )
+        assert torch.equal(plain.x, timed.x)
+        assert "time" not in plain.rows[-1] and timed.rows[-1]["time"] > 0
+        assert plain.rows[-1]["communications"] == timed.rows[-1]["communications"]
+
+
+def test_time_without_messages_is_that_of_the_gradients(setting):
+    problem, graph = setting
+    result = caden.simulate(gd(), problem, graph, 10, local_steps=4, clock=Clock(compute=0.25))
+    time, gradients, idle = last(result, "time", "gradients", "idle")
+    assert time == 0.25 * gradients / AGENTS and idle == 0  # no rounding with a quarter
+    slow = Clock(compute=[0.25] * 5 + [2.0])
+    assert last(caden.simulate(gd(), problem, graph, 10, local_steps=4, clock=slow), "time") == [
+        2.0 * gradients / AGENTS
+    ]
+
+
+def test_messages_take_their_latency_and_their_size(setting):
+    problem, graph = setting
+    clock = {"compute": 0.5, "latency": 0.25, "bandwidth": 8 * DIM * 2}  # half a second for a row
+    result = caden.simulate(gd(), problem, graph, 10, local_steps=4, clock=clock)
+    start = result.rows[0]["time"]
+    assert last(result, "time") == [start + 10 * (4 * 0.5 + 0.25 + 0.5)]
+    tracking = caden.simulate(caden.methods.gt(0.05), problem, graph, 10, clock=clock)  # two rows, one gradient
+    assert last(tracking, "time")[0] - tracking.rows[0]["time"] == 10 * (0.5 + 2 * 0.75)
+    shorter = caden.simulate(gd(), problem, graph, 10, local_steps=4, clock=clock, messages={"bits": 8})
+    assert last(shorter, "time")[0] < last(result, "time")[0]
+    server = caden.simulate(caden.methods.fedavg(0.02), problem, graph, 10, local_steps=4, clock=clock)
+    assert last(server, "time")[0] - server.rows[0]["time"] == pytest.approx(10 * (4 * 0.5 + 2 * 0.75))
+
+
+def test_an_agents_own_connection_is_shared_by_its_messages(setting):
+    problem, _ = setting
+    star = caden.graphs.star(AGENTS)  # the hub sends and receives five rows
+    for field in ("up", "down"):
+        clock = {"compute": 1.0, field: 8.0 * DIM}  # a second for a row
+        result = caden.simulate(gd(), problem, star, 4, local_steps=1, clock=clock)
+        assert last(result, "time")[0] - result.rows[0]["time"] == 1 + 4 * 5  # the hub's connection is never idle
+
+
+def test_agents_wait_for_their_neighbours_only():
+    """On a path with one slow end, as a loop over agents computes it."""
+    problem, graph, rounds = caden.problems.quadratic(agents=5, dim=2), caden.graphs.path(5), 6
+    seconds = np.array([3.0, 0.5, 1.0, 0.25, 0.5])
+    result = caden.simulate(gd(), problem, graph, rounds, local_steps=2, clock={"compute": seconds, "latency": 0.125})
+    now = seconds * result.rows[0]["gradients"] / 5
+    for _ in range(rounds):
+        sent = now + 2 * seconds
+        now = np.array([max([sent[i]] + [sent[j] + 0.125 for j in graph.neighbours(i)]) for i in range(5)])
+    assert last(result, "time") == [now.max()]
+    waited = result.agents
+    assert waited["busy"].idxmax() == 0 and waited["idle"].idxmin() == 0
+
+
+# Deadlines.
+
+
+def test_who_misses_a_deadline_is_asleep_and_the_numbers_are_those_of_that_schedule(setting):
+    """Agents 0 to 4 take 1 s, agent 5 takes 2.5 s: with a deadline of 1 s it is ready in every third round."""
+    problem, graph = setting
+    clock = {"compute": [0.25] * 5 + [0.625], "mode": "deadline", "deadline": 1.0}
+    timed = caden.simulate(gd(), problem, graph, 12, local_steps=4, clock=clock)
+
+    def schedule(round, draw):
+        return np.array([True] * 5 + [round % 3 == 2])
+
+    plain = caden.simulate(gd(), problem, graph, 12, local_steps=4, participation=schedule)
+    assert torch.equal(plain.x, timed.x)
+    assert last(timed, "time")[0] - timed.rows[0]["time"] == 12
+    assert timed.history["active"].tolist()[1:] == [5, 5, 6] * 4
+    assert timed.agents["steps"].tolist() == [12] * 5 + [4]
+
+
+def test_a_round_ends_when_all_are_ready(setting):
+    problem, graph = setting
+    clock = {"compute": 0.25, "mode": "deadline", "deadline": 10.0}
+    result = caden.simulate(gd(), problem, graph, 6, local_steps=4, clock=clock)
+    assert last(result, "time")[0] - result.rows[0]["time"] == 6
+
+
+def test_deadlines_stay_exact(setting):
+    problem, graph = setting
+    compute = {"name": "lognormal", "mean": 0.2, "spread": 1.0}
+    for deadline in (0.5, {"quantile": 0.6}):
+        clock = Clock(compute, latency=0.01, mode="deadline", deadline=deadline)
+        result = caden.simulate(gd(), problem, graph, 1500, local_steps=3, clock=clock, record_every=1500)
+        assert float((result.x - problem.solution).abs().max()) < 1e-9
+        assert 0 < result.agents["steps"].min() < 1500
+    with pytest.warns(UserWarning, match="does not tolerate sleeping"):
+        caden.simulate(caden.methods.dpsgd(0.01), problem, graph, 2, clock=clock)
+
+
+# Free running.
+
+
+def test_equal_times_and_no_latency_are_lockstep(setting):
+    problem, graph = setting
+    free = {"compute": 0.25, "mode": "free"}
+    for method in ("caden", "radmm"):
+        plain, timed = (
+            caden.simulate(gd(method), problem, graph, 15, local_steps=4, clock=c, messages=m)
+            for c, m in ((None, {"loss": 1e-12}), (free, None))  # a network that may lose messages asks for arcs
+        )
+        assert torch.equal(plain.x, timed.x)
+    assert last(timed, "time")[0] == 0.25 * last(timed, "gradients")[0] / AGENTS
+
+
+def test_messages_on_the_way_for_a_step_are_used_one_step_later(setting):
+    problem, graph = setting
+    free = {"compute": 0.25, "latency": 0.5, "mode": "free"}
+    timed = caden.simulate(gd("radmm"), problem, graph, 15, local_steps=4, clock=free)
+    late = caden.simulate(gd("radmm"), problem, graph, 15, local_steps=4, transport=Overlapped(Memory()))
+    assert torch.equal(timed.x, late.x)
+
+
+def textbook_free(problem, graph, rho, alpha, compute, latency, steps, begin):
+    """Relaxed ADMM with exact solves, event by event, agent by agent."""
+    H, b = problem.hessian.numpy(), -problem.value_and_grad(torch.zeros(AGENTS, DIM, dtype=torch.float64))[1].numpy()
+    x, near = np.zeros((AGENTS, DIM)), {i: graph.neighbours(i) for i in range(AGENTS)}
+    z = {(i, j): np.zeros(DIM) for i in near for j in near[i]}
+    made, inbox, events, order = [0] * AGENTS, [], [], itertools.count()
+    for i in range(AGENTS):
+        heapq.heappush(events, ((1 + begin) * compute[i], i))
+    while min(made) < steps:
+        now, i = heapq.heappop(events)
+        degree = len(near[i])
+        matrix = H[i] + rho * degree * np.eye(DIM)
+        x[i] = np.linalg.solve(matrix, b[i] + sum(z[i, j] for j in near[i]))
+        for j in near[i]:
+            inbox.append((next(order), now + latency, i, j, 2 * rho * x[i] - z[i, j]))
+        for number, arrival, sender, receiver, message in sorted(inbox, key=lambda m: m[0]):
+            if receiver == i and arrival <= now:
+                newer = [m for m in inbox if m[2:4] == (sender, i) and m[1] <= now and m[0] > number]
+                if not newer:
+                    z[i, sender] = (1 - alpha) * z[i, sender] + alpha * message
+        inbox = [m for m in inbox if not (m[3] == i and m[1] <= now)]
+        made[i] += 1
+        heapq.heappush(events, (now + compute[i], i))
+    return x, made
+
+
+def test_free_running_agents_against_an_event_loop(setting):
+    """Times without ties, so that the order of events is unique."""
+    problem, graph = setting
+    compute, steps = np.array([0.11, 0.13, 0.17, 0.19, 0.23, 1.07]), 12
+    clock = Clock(compute=compute, latency=0.291, mode="free")
+    method = caden.methods.radmm(0.5, 0.7, solver="exact")
+    result = caden.simulate(method, problem, graph, steps, local_steps=1, clock=clock)
+    begin = result.rows[0]["time"] / 1.07  # gradients at the start
+    x, made = textbook_free(problem, graph, 0.5, 0.7, compute, 0.291, steps, begin)
+    assert result.agents["steps"].tolist() == made
+    np.testing.assert_allclose(result.x.numpy(), x, atol=1e-12)
+
+
+def test_free_running_is_exact_and_faster_than_waiting(setting):
+    problem, graph = setting
+    slow = [0.1] * 5 + [1.0]
+    took = {}
+    for mode in ("wait", "free"):
+        method = caden.methods.caden(mu_z=0.5, relax=0.9, solver=caden.solvers.gd(0.3))
+        clock = {"compute": slow, "latency": 0.02, "mode": mode}
+        result = caden.simulate(method, problem, graph, 120, local_steps=3, clock=clock)
+        error = [np.sqrt(row["relative_error"]) for row in result.rows]
+        took[mode] = next(row["time"] for row, e in zip(result.rows, error) if e < 1e-6)
+        assert float((result.x - problem.solution).abs().max()) < 1e-6
+    assert took["free"] < 0.7 * took["wait"]
+    auto = caden.simulate(caden.methods.caden(), problem, graph, 300, clock={"compute": slow, "mode": "free"})
+    assert float((auto.x - problem.solution).abs().max()) < 1e-6
+
+
+def test_free_running_refuses_what_it_cannot_do(setting):
+    problem, graph = setting
+    free = {"mode": "free"}
+    for options in ({"messages": {"bits": 8}}, {"messages": {"loss": 0.1}}, {"participation": 0.5}, {"links": 0.5}):
+        with pytest.raises(CadenError, match="has delays of its own"):
+            caden.simulate(gd(), problem, graph, 3, clock=free, **options)
+    with pytest.raises(CadenError, match="single exchange over arcs"):
+        caden.simulate(caden.methods.gt(0.05), problem, graph, 3, clock=free)
+
+
+# All modes.
+
+
+@pytest.mark.parametrize("mode", ["wait", "deadline", "free"])
+def test_a_resumed_run_keeps_the_time(setting, mode, tmp_path):
+    problem, graph = setting
+    clock = Clock(
+        {"name": "exponential", "mean": 0.2}, latency=0.3, mode=mode, deadline=0.7 if mode == "deadline" else None
+    )
+    options = {"local_steps": 3, "clock": clock, "checkpoint_every": 1, "picture": False}
+
+    whole = caden.simulate(gd(), problem, graph, 15, directory=tmp_path / "whole", **options)
+
+    class Stop(Exception):
+        pass
+
+    def crash(row, state):
+        if row["round"] == 7:
+            raise Stop
+
+    with pytest.raises(Stop):
+        caden.simulate(gd(), problem, graph, 15, directory=tmp_path / "half", callbacks=[crash], **options)
+    again = caden.simulate(gd(), problem, graph, 15, directory=tmp_path / "half", resume=True, **options)
+    assert torch.equal(whole.x, again.x)
+    drop = ["seconds"]
+    assert whole.history.drop(columns=drop).equals(again.history.drop(columns=drop))
+    assert whole.agents.equals(again.agents)
+
+
+def test_values_by_number_list_distribution_and_file(tmp_path):
+    draw = Draw(3, 4)
+    for name, spread in (("exponential", 0.5), ("lognormal", 0.7), ("uniform", 0.9)):
+        table = {"name": name, "mean": 2.0, "spread": spread}
+        by_round = _Values("compute", table, 4, draw, "agent")
+        drawn = np.stack([by_round(t) for t in range(4000)])
+        assert drawn.mean() == pytest.approx(2.0, rel=0.05) and (drawn > 0).all()
+        fixed = _Values("compute", {**table, "per": "agent"}, 4, draw, "agent")
+        assert np.array_equal(fixed(0), fixed(9)) and len(set(fixed(0))) == 4
+    (tmp_path / "trace.csv").write_text("1,2,3,4\n5,6,7,8\n")
+    trace = _Values("compute", {"file": str(tmp_path / "trace.csv")}, 4, draw, "agent")
+    assert trace(0).tolist() == [1, 2, 3, 4] and trace(3).tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("clock", "message"),
+    [
+        ({"computing": 1}, "did you mean 'clock.compute'"),
+        ({"mode": "fast"}, "clock.mode"),
+        ({"deadline": 1.0}, 'exactly in the mode "deadline"'),
+        ({"mode": "deadline"}, 'exactly in the mode "deadline"'),
+        ({"mode": "deadline", "deadline": -1}, "positive"),
+        ({"mode": "deadline", "deadline": {"quantile": 2}}, "quantile"),
+        ({"compute": [1, 2]}, "one per agent"),
+        ({"compute": -1.0}, "at least 0"),
+        ({"bandwidth": 0.0}, "positive"),
+        ({"compute": {"name": "normal", "mean": 1}}, "lognormal"),
+        ({"compute": {"name": "lognormal"}}, "mean"),
+        ({"compute": {"name": "uniform", "mean": 1, "spread": 2}}, "at most 1"),
+        ({"latency": {"name": "uniform", "mean": 1, "per": "agent"}}, "edge"),
+        ({"compute": {"file": "nowhere.csv"}}, "cannot be read"),
+    ],
+)
+def test_wrong_clocks_get_one_line(setting, clock, message):
+    with pytest.raises(CadenError, match=message) as caught:
+        caden.simulate(gd(), *setting, 2, clock=clock)
+    assert "\n" not in str(caught.value)
