@@ -24,7 +24,7 @@ agent = caden.Agent(model, optimizer, method="caden", every=10, relax=0.9)
 mine = labels % agent.agents == agent.agent  # agent 1 of 4 has the digits 1, 5 and 9
 loader = DataLoader(TensorDataset(images[mine], labels[mine]), batch_size=32, shuffle=True, drop_last=True)
 
-while agent.round < 40:
+while agent.round < 40:  # the first loop to end ends the run
     for inputs, targets in loader:
         loss = cross_entropy(model(inputs), targets)
         optimizer.zero_grad()

@@ -318,6 +318,12 @@ def odd_loops(data, solution):
     return found
 
 
+def frozen_bias():
+    model = line(bias=True)
+    model.bias.requires_grad_(False)
+    return model
+
+
 def mistakes():
     """What an agent says if it is used wrongly, each in one line."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -352,6 +358,10 @@ def mistakes():
     attempt("every", lambda *_: None, every="soon")
     attempt("overlap", lambda *_: None, method="adapd", overlap=True, eta=1.0)
     attempt("parameter", lambda *_: None, mu=0.5)
+    attempt("short", lambda a, m, o: a.finish(), every=20)
+    attempt("thawed", lambda a, m, o: (m.bias.requires_grad_(True), o.step()), model=frozen_bias(), mu_z=0.5)
+    attempt("copies", lambda *_: None, overlap=True, messages={"bits": 4}, mu_z=0.5)
+    attempt("sleep", lambda *_: None, method="kgt", participation=0.5, alpha=0.05)
     attempt("state", lambda a, m, o: a.state_dict())
     return found
 

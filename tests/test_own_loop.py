@@ -123,6 +123,10 @@ def test_mistakes_get_one_clear_line(two_ranks):
         "every": '"30s"',
         "overlap": "survives delay",
         "parameter": "did you mean",
+        "short": "before its first round",
+        "thawed": "added or thawed",
+        "copies": "remove compression",
+        "sleep": "remove `participation`",
         "state": "nothing to save",
     }
     for name, words in expected.items():

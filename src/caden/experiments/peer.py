@@ -186,7 +186,10 @@ class _Peer:
 
     def work(self) -> Result:
         run, link, recorder = self.run, self.link, self.recorder
-        self._begin()
+        try:
+            self._begin()
+        except LoopEnded:
+            raise CadenError("The loop ended before its first round: make more steps, or `every` smaller.") from None
         link.report_progress(run.index, self._life, self.calm)
         began = time.monotonic() - self.clock
         while not self.reason:

@@ -129,6 +129,9 @@ class Overlapped(Transport):
 
     def restore(self, buffers: dict[str, Tensor]) -> None:
         rest = dict(buffers)
+        if self._pending is not None:
+            self._pending[0]()  # what is under way
+            self._pending = None
         if "received" in rest:
             received, came = rest.pop("received"), rest.pop("came")
             self._pending = (lambda: received), came

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import tomli_w
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,12 +29,14 @@ from caden.engine.history import Result
 from caden.engine.options import Conditions, Saving
 from caden.engine.process import deterministic_mode
 from caden.engine.recorder import Recorder
-from caden.errors import CadenError, require_choice, require_integer
+from caden.engine.run_directory import RunDirectory
+from caden.errors import CadenError, require_choice
 from caden.experiments.config import Experiment, experiment
 from caden.experiments.peer import run_peer
 from caden.graphs import Graph, as_graph, exponential
 from caden.methods import CARDS, METHODS
 from caden.networks import cluster
+from caden.networks.messages import Messages
 from caden.networks.peers.fleet import Fleet
 from caden.networks.peers.transports import Free, Lockstep
 from caden.networks.transport import Overlapped, Transport
@@ -116,21 +119,31 @@ class Agent:
         self._parameters = Parameters(model, optimizer)
         self._count = _number_of_parameters(optimizer)
         if fleet is not None:
-            given = {"graph": graph, "rounds": rounds, "method": method, **parameters}
+            given = {"graph": graph, "rounds": rounds, "method": method, "messages": messages, **parameters}
+            changed = {"seed": seed != 0, "participation": participation != 1.0, "overlap": overlap}
+            changed |= {"deterministic": deterministic, "record_every": record_every != 10}
+            changed["checkpoint_every"] = checkpoint_every != 25
+            given |= {name: True for name, is_set in changed.items() if is_set}
             work = self._join_fleet(Path(fleet), agent, every, given, directory)
         else:
             conditions = {"participation": participation, "messages": messages}
-            saving = Saving(directory, directory is not None and Path(directory).exists(), record_every, "auto")
-            require_integer("checkpoint_every", checkpoint_every, least=1)
-            saving = Saving(saving.directory, saving.resume, record_every, "auto", checkpoint_every, picture=False)
             spec = "caden" if method is None else method
+            text = _configuration(spec, parameters, every, seed, participation, messages, overlap)
+            resume = directory is not None and Path(directory).exists()
+            if directory is not None and resume:
+                _require_same(Path(directory), text)
+            saving = Saving(directory, resume, record_every, "auto", checkpoint_every, text, picture=False)
             rest = (graph, conditions, saving, seed, rounds, overlap)
             work = self._join_job(spec, parameters, 20 if every is None else every, agent, deterministic, *rest)
         self._steps = Steps(self._parameters, self._handoff, self._every)
         self._handles = [*self._register()] if hooks else []
         atexit.register(self._remind)
         self._handoff.start(work)
-        self._steps.receive()
+        try:
+            self._steps.receive()
+        except BaseException:
+            self._close()
+            raise
 
     # Joining.
 
@@ -152,6 +165,10 @@ class Agent:
         if agent is not None:
             raise CadenError("`agent` is for a fleet; under torchrun rank i is agent i.")
         self._every = Every.parse(every)
+        if overlap and Messages.from_spec(conditions["messages"]).shared_copies:
+            raise CadenError("`overlap` sends whole rows: remove compression and triggers from `messages`.")
+        if spec in WITH_SGD and conditions["participation"] != 1.0:
+            raise CadenError(f"{spec} needs all agents in every round here: remove `participation`.")
         if overlap and not (callable(spec) or "delay" in CARDS.get(spec, CARDS["gt"]).survives):
             raise CadenError(f"`overlap` needs a method that survives delay, such as `caden`, got {spec!r}.")
         ranks: Transport = cluster.join(one_each=True)
@@ -283,7 +300,7 @@ class Agent:
                 "added: use `fused=False`."
             )
         if _number_of_parameters(self._optimizer) != self._count:
-            raise CadenError("Parameters were added to the optimizer after the agent was made: make the agent last.")
+            raise CadenError("Parameters were added or thawed after the agent was made: make the agent last.")
         if self._steps.over and not self._warned and not self._finished:
             self._warned = True
             warnings.warn("The run has ended, so further steps are not exchanged: call `finish`.", stacklevel=4)
@@ -300,8 +317,8 @@ class Agent:
 
     @property
     def round(self) -> int:
-        """The round of the next step; -1 while "auto" measures."""
-        return self._steps.task.round if self._steps.task is not None else -1
+        """The round of the next step; -1 while "auto" measures, and the number of rounds after the end."""
+        return self._steps.round
 
     @property
     def step(self) -> int:
@@ -396,7 +413,23 @@ class Agent:
 
 
 def _number_of_parameters(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+    """Return how many tensors an optimizer trains."""
+    return sum(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+
+
+def _configuration(spec: Any, parameters: dict[str, Any], *rest: Any) -> str:
+    """Return what determines a run, as text."""
+    name = spec if isinstance(spec, str) else getattr(spec, "__name__", type(spec).__name__)
+    return tomli_w.dumps({"agent": {"method": name, "options": repr(sorted(parameters.items())), "rest": repr(rest)}})
+
+
+def _require_same(directory: Path, text: str) -> None:
+    """Require that a directory belongs to an unfinished run with the same settings."""
+    run_dir, saved = RunDirectory(directory), directory / "config.toml"
+    if run_dir.complete():
+        raise CadenError(f"The run in {directory} has finished: choose another directory.")
+    if saved.is_file() and saved.read_text() != text:
+        raise CadenError(f"{directory} belongs to a run with other settings: choose another directory.")
 
 
 def _method(spec: str | Callable[..., Method], parameters: dict[str, Any], solver: LocalSolver | None) -> Method:

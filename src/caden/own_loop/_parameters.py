@@ -88,5 +88,6 @@ class Parameters:
 
     def digest(self) -> int:
         """Return a number of 24 bits that is equal on agents whose parameters have the same names and shapes."""
-        facts: list[Any] = [(name, tuple(p.shape)) for name, p in zip(self.names, self.tensors)]
+        names = [name.replace("_orig_mod.", "") for name in self.names]  # of compiled modules
+        facts: list[Any] = [self.dtype, *((name, tuple(p.shape)) for name, p in zip(names, self.tensors))]
         return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:3], "big")

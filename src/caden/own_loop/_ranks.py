@@ -13,7 +13,7 @@ from caden.engine.history import Result
 from caden.engine.options import Conditions, Saving
 from caden.engine.recorder import Recorder
 from caden.engine.simulate import begin, prepare, warn_outside
-from caden.errors import Diverged, LoopEnded
+from caden.errors import CadenError, Diverged, LoopEnded
 from caden.graphs import Graph
 from caden.methods import advice_for
 from caden.networks.transport import Transport
@@ -40,7 +40,13 @@ def run_rank(
     if transport.rank == 0:
         warn_outside(run)
     with closing(recorder):
-        begin(run, recorder, start, None, saving, seed, introduce)
+        try:
+            begin(run, recorder, start, None, saving, seed, introduce)
+        except LoopEnded:
+            raise CadenError("The loop ended before its first round: make more steps, or `every` smaller.") from None
+        except Restored as wanted:  # while `mu_z = "auto"` was being measured
+            run.restore(start, [wanted.part])
+            recorder.record()
         while not run.problem.whole.ended and (rounds is None or run.index < rounds):
             try:
                 run.step()

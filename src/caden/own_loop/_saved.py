@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from caden.errors import CadenError
+
 
 def _text(value: Any) -> Tensor:
     return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
@@ -33,6 +35,8 @@ def save(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
                 saved[f"optimizer.{index}.{key}"] = value
             elif _is_plain(value):
                 plain.setdefault(str(index), {})[key] = value
+            else:
+                raise CadenError(f"The optimizer's state `{key}` is neither a tensor nor plain: it cannot be saved.")
     groups = [{k: v for k, v in group.items() if k != "params" and _is_plain(v)} for group in state["param_groups"]]
     return {**saved, "optimizer": _text({"plain": plain, "groups": groups})}
 

@@ -57,13 +57,17 @@ class Steps:
         self._slope = self._old = self._new = torch.empty(1, 0)
         self._lost: Tensor | None = None  # what the parameters cannot hold of `begin`
         self._sum: Tensor | None = None  # of gradients, for "measure"
-        self._first = torch.empty(0)  # norm of the first gradient, for "auto"
+        self._first = torch.zeros(1)  # norm of the first gradient, for "auto"
+        self._waits = False  # a result was handed in, and the next task has not come yet
+        self.round = -1
 
     def receive(self) -> None:
         """Wait for the next task, and load its beginning into the model."""
         began = time.perf_counter()
         task = self._handoff.take()
+        self._waits = False
         self.waited += time.perf_counter() - began
+        self.round = self.round + 1 if task is None else task.round
         if task is None or task.kind != "gradient" or self.task is None or task.round != self.task.round:
             self.count = 0  # a round of gradients is one task for each
         self.task, self.over = task, task is None
@@ -139,8 +143,11 @@ class Steps:
 
     def hand_in(self, ended: bool = False) -> None:
         """End the round here, and wait for the next one; `ended`: there will be none."""
+        if self._waits:  # the last wait was interrupted
+            self.receive()
         task, rows = self.task, self._sum
-        assert task is not None
+        if task is None:
+            return
         if task.kind == "solve":
             rows = self.result()
         elif task.kind == "measure" and rows is not None:
@@ -156,15 +163,17 @@ class Steps:
             )
         made = self.count if task.kind != "gradient" else int(self._sum is not None)
         self._handoff.answer(Done(rows, made, ended))
+        self._waits = True
         self.receive()
 
     def state(self) -> dict[str, Tensor]:
         """Return the place within the round."""
         numbers = torch.tensor([self.count, self.total])
-        return {"counts": numbers, "slope": self._slope.clone(), "row": self._old.clone()}
+        return {"counts": numbers, "slope": self._slope.clone(), "row": self._old.clone(), "first": self._first.clone()}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Continue at a place within the round."""
         self.count, self.total = state["counts"].tolist()
-        self._slope, self._old = (state[name].to(self.parameters.device, copy=True) for name in ("slope", "row"))
+        device = self.parameters.device
+        self._slope, self._old, self._first = (state[n].to(device, copy=True) for n in ("slope", "row", "first"))
         self.parameters.write(self._old)

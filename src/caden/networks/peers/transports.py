@@ -167,7 +167,7 @@ class Free(Transport):
     def __init__(self, agent: int, link: Link, clip: float | None = None):
         self._agent, self._link, self._clip = agent, link, clip
         self._index, self._exchanges = -1, 0
-        self.mark = 0.0  # travels with the start; neighbours with another one do not count
+        self.mark = 0.0  # travels with every message; a neighbour with another one is refused
         self.fresh: dict[int, int] = {}  # {neighbour: version} received in the last exchange
         self.paths: dict[int, Path] = {}  # {neighbour: how it came about}
         self._untaken: dict[int, Path] = {}
@@ -208,6 +208,8 @@ class Free(Transport):
         if self.quiet:
             return new_rows
         for j, (version, row, path) in self._link.read(self._index).items():
+            if float(row[-1]) != self.mark:
+                raise CadenError(f"Agent {j} has another model: names and shapes of all parameters must be the same.")
             before = [] if path and path[0][1] < 0 else self._untaken.get(j, [])  # a whole row needs nothing before it
             self._untaken[j] = [*before, *path]
             is_start = version % LIFE == 0  # a start is not a message of a step, nor the reverse
@@ -219,16 +221,19 @@ class Free(Transport):
         self._known |= {"versions": versions, "members": members}
         return new_rows
 
+    def _marked(self, row: Tensor) -> Tensor:
+        """Return a row in the length of all messages, with the mark at its end."""
+        padded = _padded(row, self._dim + HEADER - len(row))
+        padded[-1] = self.mark
+        return padded
+
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         if self._index >= 0:
             raise self._refusal()
         if not self.quiet:
-            marked = torch.cat([rows[0], rows.new_full((1,), self.mark)])
-            self._link.publish(0, dict.fromkeys(self.neighbours, _padded(marked, HEADER - 1)))
+            self._link.publish(0, dict.fromkeys(self.neighbours, self._marked(rows[0])))
         known = rows.expand(len(self._layout.rows), -1).clone()  # its own row stands in for unheard peers
         for j, row in self._take_new_rows().items():
-            if float(row[rows.shape[1]]) != self.mark:
-                raise CadenError(f"Agent {j} has another model: names and shapes of all parameters must be the same.")
             known[1 + self.neighbours.index(j)] = row[: rows.shape[1]]
         return known
 
@@ -238,8 +243,7 @@ class Free(Transport):
             raise self._refusal()
         self._known["life"] = torch.tensor(self._link.life(self._index, self.life))
         version, width = self.life * LIFE + self._index + 1, arcs.shape[1]
-        unused = self._dim + HEADER - width
-        self._link.publish(version, {j: _padded(arcs[a], unused) for j, a in self._arc.items() if bool(sends[a])})
+        self._link.publish(version, {j: self._marked(arcs[a]) for j, a in self._arc.items() if bool(sends[a])})
         received = torch.zeros_like(arcs)
         arrived = torch.zeros(len(arcs), 1, dtype=torch.bool, device=arcs.device)
         for j, row in self._take_new_rows().items():
