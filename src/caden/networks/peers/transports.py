@@ -167,7 +167,7 @@ class Free(Transport):
     def __init__(self, agent: int, link: Link, clip: float | None = None):
         self._agent, self._link, self._clip = agent, link, clip
         self._index, self._exchanges = -1, 0
-        self.mark = 0.0  # travels with every message; a neighbour with another one is refused
+        self.mark = 0.0  # of a model: travels with every message, and those with another one are not used
         self.fresh: dict[int, int] = {}  # {neighbour: version} received in the last exchange
         self.paths: dict[int, Path] = {}  # {neighbour: how it came about}
         self._untaken: dict[int, Path] = {}
@@ -208,7 +208,9 @@ class Free(Transport):
         if self.quiet:
             return new_rows
         for j, (version, row, path) in self._link.read(self._index).items():
-            if float(row[-1]) != self.mark:
+            if self.mark and float(row[-1]) != self.mark:
+                if self._index >= 0:
+                    continue  # an agent that came later; it is told so itself
                 raise CadenError(f"Agent {j} has another model: names and shapes of all parameters must be the same.")
             before = [] if path and path[0][1] < 0 else self._untaken.get(j, [])  # a whole row needs nothing before it
             self._untaken[j] = [*before, *path]
