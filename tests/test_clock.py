@@ -117,27 +117,30 @@ def test_pulled_messages_are_announced_asked_for_and_sent():
 
 
 def test_who_misses_a_deadline_is_asleep_and_the_numbers_are_those_of_that_schedule(setting):
-    """Agents 0 to 4 take 1 s, agent 5 takes 2.5 s: with a deadline of 1 s it is ready in every third round."""
+    """Agents 0 to 4 take 1 s, agent 5 takes 2.5 s, and a gradient before; a round takes 1.25 s, 1 s if all are ready.
+
+    So agent 5 is ready 3.125 s after the start, in the third round, and then in every second one.
+    """
     problem, graph = setting
-    clock = {"compute": [0.25] * 5 + [0.625], "mode": "deadline", "deadline": 1.0}
+    clock = {"compute": [0.25] * 5 + [0.625], "mode": "deadline", "deadline": 1.25}
     timed = caden.simulate(gd(), problem, graph, 12, local_steps=4, clock=clock)
 
     def schedule(round, draw):
-        return np.array([True] * 5 + [round % 3 == 2])
+        return np.array([True] * 5 + [round >= 2 and round % 2 == 0])
 
     plain = caden.simulate(gd(), problem, graph, 12, local_steps=4, participation=schedule)
     assert torch.equal(plain.x, timed.x)
-    assert last(timed, "time")[0] - timed.rows[0]["time"] == 12
-    assert timed.history["active"].tolist()[1:] == [5, 5, 6] * 4
-    assert timed.agents["steps"].tolist() == [12] * 5 + [4]
-    assert last(timed, "participation", "participation_least") == pytest.approx([(5 + 1 / 3) / 6, 1 / 3])
+    assert last(timed, "time") == [11 * 1.25 + 1]
+    assert timed.history["active"].tolist()[1:] == [5, 5, *[6, 5] * 5]
+    assert timed.agents["steps"].tolist() == [12] * 5 + [5]
+    assert last(timed, "participation", "participation_least") == pytest.approx([(5 + 5 / 12) / 6, 5 / 12])
 
 
 def test_a_round_ends_when_all_are_ready(setting):
     problem, graph = setting
     clock = {"compute": 0.25, "mode": "deadline", "deadline": 10.0}
     result = caden.simulate(gd(), problem, graph, 6, local_steps=4, clock=clock)
-    assert last(result, "time")[0] - result.rows[0]["time"] == 6
+    assert last(result, "time") == [6 + 0.25]  # with the gradient before the first round
 
 
 def test_deadlines_stay_exact(setting):

@@ -19,6 +19,7 @@ from caden.experiments.bench import Measure
 from caden.experiments.config import Experiment
 from caden.experiments.forecast import Forecast
 from caden.experiments.method_check import SETTINGS, verdict
+from caden.experiments.plan import Plan
 from caden.experiments.tune import Tuned
 
 
@@ -88,6 +89,38 @@ def comparison(results: Mapping[str, Result], target: float | None, folder: Path
         table.add_row(Text(label, colours[label][0]), *cells)  # the colour of its line in the picture
     Console().print(table)
     path("picture", folder / "compare.png")
+
+
+def plan(found: Plan, config: Experiment, json_wanted: bool) -> None:
+    """Print the variants of a plan, the fastest first, and which is the fastest at other bandwidths."""
+    goal = f"{config.target:.0%}" if config.target is not None else f"a relative error of {config.tolerance:g}"
+    if json_wanted:
+        variants = [variant._asdict() for variant in found.variants]
+        best = found.variants[0].label if found.variants and found.variants[0].reached else None
+        changes = [{"bandwidth_factor": factor, "best": label} for factor, label in found.best_from]
+        as_json({"variants": variants, "best": best, "skipped": found.skipped, "best_from": changes})
+        return
+    title = f"simulated cost of reaching {goal}"
+    table = Table("", "method", "steps", "mode", "messages", title=title, padding=(0, 1, 0, 0))
+    for name in ("seconds", "MB per agent", "gradients"):
+        table.add_column(name, justify="right")
+    for number, v in enumerate(found.variants):
+        costs = ("not reached", "", "")
+        if v.reached:
+            costs = (f"{v.time:,.1f}", f"{(v.bytes_per_agent or 0) / 1e6:,.3g}", f"{v.gradients:,}")
+        first = number == 0 and v.reached
+        row = ("*" if first else "", v.method, str(v.local_steps), v.mode, v.messages, *costs)
+        table.add_row(*row, style="bold" if first else None)
+    Console().print(table)
+    for why in dict.fromkeys(found.skipped.values()):
+        labels = "; ".join(label for label, reason in found.skipped.items() if reason == why)
+        Console().print(f"not run, {why}: {labels}", highlight=False)
+    if found.best_from:
+        print("fastest by bandwidth, as multiples of the given (estimated from runs at 1 and 0.1):")
+    for (factor, label), (upper, _) in zip(found.best_from, [*found.best_from[1:], (100.0, "")]):
+        print(f"  {factor:.2g} to {upper:.2g}: {label}")
+    if found.picture.exists():
+        path("picture", found.picture)
 
 
 def theory(report: dict[str, Any], json_wanted: bool) -> None:

@@ -167,7 +167,7 @@ class Run:
                 warnings.warn(warning, stacklevel=4)
         self.state = self.method.init(start, context)
         if self.timer is not None:
-            self.timer.charge(0)
+            self.timer.begin()
 
     def step(self) -> Info:
         """Run one round; if everyone sleeps, nothing changes. Without rounds: until the slowest agent has stepped."""

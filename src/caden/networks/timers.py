@@ -78,6 +78,10 @@ class Timer:
         state = self._state
         return Times(state["busy"] / max(self.time, 1e-300), state["steps"], self.owner, self.peer, state["waited"])
 
+    def begin(self) -> None:
+        """Charge what agents did before their first step."""
+        self.charge(0)
+
     def charge(self, index: int) -> np.ndarray:
         """Add the computing time of the gradients since the last call; return (m,) how many they were."""
         self._index = index
@@ -168,6 +172,7 @@ class DeadlineTimer(Timer):
         # Seconds of work left (negative: none), and gradients and seconds of each agent's last step (0: unknown).
         self._state |= {"left": np.full(self.agents, -1.0), "expected": np.zeros(self.agents)}
         self._state |= {"took": np.zeros(self.agents), "round": np.zeros(2)}  # length of the round, size of a message
+        self._state["owed"] = np.zeros(self.agents)  # seconds of work before the first step
 
     @property
     def time(self) -> float:
@@ -176,6 +181,10 @@ class DeadlineTimer(Timer):
     def columns(self) -> dict[str, float]:
         share = self._state["steps"] / max(self._index + 1, 1)
         return super().columns() | {"participation": float(share.mean()), "participation_least": float(share.min())}
+
+    def begin(self) -> None:
+        super().begin()
+        self._state["owed"] = self._state["busy"].copy()  # who takes long to begin is late in the first rounds
 
     def _work(self, seconds: np.ndarray) -> None:
         """Rounds pass by themselves."""
@@ -192,9 +201,10 @@ class DeadlineTimer(Timer):
         begins = (state["left"] < 0) & active.numpy()
         gradients = np.where(state["expected"] > 0, state["expected"], self.planned(index))
         seconds = self.compute(index) * gradients + self.overhead(index) + self._way(index)
-        state["left"][begins] = seconds[begins]
+        state["left"][begins] = (seconds + state["owed"])[begins]
+        known = np.where(state["took"] > 0, state["took"], seconds + state["owed"])
+        state["owed"][begins] = 0.0
         working, spec = state["left"] >= 0, self.clock.deadline
-        known = np.where(state["took"] > 0, state["took"], seconds)
         limit = float(np.quantile(known, spec["quantile"])) if isinstance(spec, Mapping) else float(spec or 0)
         ready = working & (state["left"] <= limit * (1 + 1e-12))
         state["round"][0] = float(state["left"][working].max()) if working.any() and ready[working].all() else limit

@@ -1,0 +1,209 @@
+"""Plan before buying machines: which method, with which settings, reaches a target first on a given network.
+
+Every variant of an experiment runs in the simulator, by its clock, until it reaches the target. A second run with a
+tenth of all bandwidths gives its time at any bandwidth b: computing and latency stay, sending goes with 1/b. In the
+mode "wait" this is exact while the same agents remain the slowest; in the others it is an estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from caden.engine.figures import Figure, draw
+from caden.engine.history import Row
+from caden.engine.run_directory import Record
+from caden.errors import CadenError, require_choice
+from caden.experiments.config import Experiment
+from caden.experiments.store import RunStore
+from caden.methods import CARDS, METHODS
+from caden.networks.clock import MODES, Clock
+from caden.networks.messages import Messages
+
+QUANTILE = 0.7  # deadline of a round, unless the experiment has one
+SLOWER = 0.1  # of the bandwidth, in the second runs
+FREE = ("caden", "caden_gd", "radmm", "lt_admm")  # one exchange over arcs
+STEPS = ("auto", 5)
+SHORT: tuple[dict[str, Any], ...] = ({}, {"bits": 4})
+
+
+class Variant(NamedTuple):
+    """One way to run the experiment, and what it takes to reach the target."""
+
+    method: str
+    local_steps: int | str  # "": the method does not choose
+    mode: str
+    messages: str
+    reached: bool
+    time: float | None = None  # simulated seconds
+    bytes_per_agent: float | None = None
+    gradients: int | None = None
+    rounds: int | None = None
+    sending: float | None = None  # the part of the time that goes with 1/bandwidth; None: unknown
+
+    @property
+    def label(self) -> str:
+        steps = "" if self.local_steps == "" else f", {self.local_steps} steps"
+        return f"{self.method}, {self.mode}{steps}{f', {self.messages}' if self.messages else ''}"
+
+    def time_at(self, factor: float) -> float:
+        """Return the time at `factor` times the bandwidth."""
+        return math.inf if self.time is None else self.time + (self.sending or 0.0) * (1 / factor - 1)
+
+
+class Plan(NamedTuple):
+    """All variants, the fastest first, and which is the fastest at other bandwidths."""
+
+    variants: list[Variant]
+    skipped: dict[str, str]  # variant -> why it was not run
+    best_from: list[tuple[float, str]]  # factor of the bandwidth from which on a variant is the fastest, ascending
+    picture: Path
+
+
+def plan(
+    config: Experiment,
+    store: RunStore,
+    methods: Sequence[str] = ("caden", "gt", "adapd"),
+    modes: Sequence[str] = MODES,
+    steps: Sequence[int | str] = STEPS,
+    messages: Sequence[Mapping[str, Any]] = SHORT,
+) -> Plan:
+    """Run all variants that the methods allow; the store keeps the runs."""
+    clock = Clock.from_spec(config.clock)
+    if clock is None:
+        raise CadenError("The experiment has no `[clock]`: say how long computing and sending take (docs/time.md).")
+    if config.target is None and config.tolerance is None:
+        raise CadenError("A plan needs a `target` accuracy (`--target`) or a `tolerance`.")
+    for name in methods:
+        require_choice("method", name, METHODS)
+    for mode in modes:
+        require_choice("mode", mode, MODES)
+    plans: dict[Variant, Experiment] = {}
+    skipped: dict[str, str] = {}
+    for variant, settings in _variants(config, clock, methods, modes, steps, messages):
+        if why := _excluded(variant, settings):
+            skipped[variant._replace(local_steps="").label] = why
+        else:
+            plans[variant] = settings
+    limited = any(value is not None for value in (clock.bandwidth, clock.up, clock.down))
+    done = store.run("plan:", {v.label: c for v, c in plans.items()})
+    reached = [v for v in plans if _reached(done[v.label])]
+    slow = {v.label: _at_bandwidth(plans[v], SLOWER) for v in reached} if limited else {}
+    slower = store.run(f"plan, {SLOWER:g} of the bandwidth:", slow)
+    variants = sorted(
+        (_measured(v, done[v.label], slower.get(v.label)) for v in plans),
+        key=lambda v: math.inf if v.time is None else v.time,
+    )
+    picture = store.folder / "plan.png"
+    _draw(variants, done, config.target, picture)
+    return Plan(variants, skipped, _envelope(variants) if limited else [], picture)
+
+
+def _variants(
+    config: Experiment,
+    clock: Clock,
+    methods: Sequence[str],
+    modes: Sequence[str],
+    steps: Sequence[int | str],
+    messages: Sequence[Mapping[str, Any]],
+) -> Iterable[tuple[Variant, Experiment]]:
+    settings = {k: v for k, v in asdict(clock).items() if v is not None and k not in ("mode", "deadline", "tick")}
+    limits: dict[str, dict[str, Any]] = {
+        "deadline": {"deadline": clock.deadline or {"quantile": QUANTILE}},
+        "free": {"tick": clock.tick},
+    }
+    for method in methods:
+        base = config.with_method(method)
+        chooses = CARDS[method].has_solver
+        for work in steps if chooses else [next((s for s in steps if isinstance(s, int)), 5)]:
+            for mode in modes:
+                for table in messages:
+                    text = ", ".join(f"{key} {value}" for key, value in table.items())
+                    changed = {
+                        "local_steps": work,
+                        "clock": {**settings, "mode": mode, **limits.get(mode, {})},
+                        "messages": {**config.messages, **table},
+                        "stop_at_target": config.target is not None,
+                    }
+                    yield Variant(method, work if chooses else "", mode, text, False), base.model_copy(update=changed)
+
+
+def _excluded(variant: Variant, config: Experiment) -> str:
+    """Return why a variant cannot run, or ""."""
+    survives, messages = CARDS[variant.method].survives, Messages.from_spec(config.messages)
+    if variant.mode == "free":
+        if variant.method not in FREE:
+            return "needs a single exchange over arcs"
+        if messages != Messages() or config.participation != 1.0 or config.links != 1.0:
+            return "the mode has delays of its own"
+    if variant.mode == "deadline" and "sleep" not in survives:
+        return "does not survive sleeping agents"
+    if messages.shared_copies and "compression" not in survives:
+        return "does not survive compressed messages"
+    return ""
+
+
+def _reached(record: Record) -> bool:
+    return record.summary["stopped"] in ("target", "tolerance")
+
+
+def _at_bandwidth(config: Experiment, factor: float) -> Experiment:
+    clock = Clock.from_spec(config.clock)
+    assert clock is not None
+    scaled = asdict(clock.with_bandwidth(factor))
+    return config.model_copy(update={"clock": {k: v for k, v in scaled.items() if v is not None}})
+
+
+def _measured(variant: Variant, record: Record, slower: Record | None) -> Variant:
+    if not _reached(record):
+        return variant
+    end: Row = record.rows[-1]
+    agents = int(record.config["problem"].get("agents", 1))
+    sending = None
+    if slower is not None and _reached(slower):
+        extra = float(slower.rows[-1]["time"] or 0) - float(end["time"] or 0)
+        sending = max(extra, 0.0) / (1 / SLOWER - 1)
+    return variant._replace(
+        reached=True,
+        time=float(end["time"] or 0),
+        bytes_per_agent=float(end["bytes"] or 0) / agents,
+        gradients=int(end["gradients"] or 0),
+        rounds=int(end["round"] or 0),
+        sending=sending,
+    )
+
+
+def _envelope(variants: Sequence[Variant]) -> list[tuple[float, str]]:
+    """Return which variant is the fastest from which factor of the bandwidth on, over four decades around the given."""
+    known = [v for v in variants if v.sending is not None]
+    crossings = {1e-2, 1e2}
+    for a in known:
+        for b in known:
+            fixed = b.time_at(math.inf) - a.time_at(math.inf)
+            if fixed != 0 and (x := ((a.sending or 0.0) - (b.sending or 0.0)) / fixed) > 0:
+                crossings.add(x)
+    grid = [x for x in sorted(crossings) if 1e-2 <= x <= 1e2]
+    best: list[tuple[float, str]] = []
+    for low, high in pairwise(grid):
+        fastest = min(known, key=lambda v: v.time_at(math.sqrt(low * high)), default=None)
+        if fastest is not None and (not best or best[-1][1] != fastest.label):
+            best.append((low, fastest.label))
+    return best
+
+
+def _draw(variants: Sequence[Variant], done: Mapping[str, Record], target: float | None, path: Path) -> None:
+    """Draw the best variant of each method and mode against simulated time."""
+    best: dict[tuple[str, str], Variant] = {}
+    for variant in variants:  # the fastest first
+        if variant.reached:
+            best.setdefault((variant.method, variant.mode), variant)
+    histories = {v.label: [done[v.label].history] for v in best.values()}
+    if not histories:
+        return
+    measure = "accuracy" if all("accuracy" in h[0] for h in histories.values()) else "relative_error"
+    title = "best variant of each method and mode"
+    draw([Figure("plan", title, measure, histories, x="time", target=target)], path)
