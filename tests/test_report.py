@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import caden
 from browser import Browser, needs_chromium
 from caden import graphs, log, report, reproduce
 from caden.engine.figures import Figure
@@ -315,3 +316,28 @@ def test_tensorboard_files_hold_the_history(tmp_path):
     for column in ("accuracy", "objective", "communications"):
         seen = {event.step: event.value for event in events.Scalars(column)}
         assert seen == pytest.approx({r["round"]: r[column] for r in result.rows[1:]}, rel=1e-6)
+
+
+def test_a_page_shows_who_waited_for_whom(tmp_path):
+    """Agent 0 is slow: its neighbours on the ring wait for it, in the file, on the page and in the numbers."""
+    clock = {"compute": [1.0, 0.1, 0.1, 0.1], "latency": 0.01}
+    problem, graph = caden.problems.quadratic(agents=4, dim=2), caden.graphs.ring(4)
+    result = caden.simulate(
+        caden.methods.caden(mu_z=1.0), problem, graph, 5, clock=clock, directory=tmp_path / "run", picture=False
+    )
+    page = report.write(report.of_runs(report.load([tmp_path / "run"]), "one run"), tmp_path / "page").read_text()
+    drawn = (tmp_path / "page" / "figures" / "waiting-0.svg").read_text()
+    assert drawn in page
+    for row in result.waiting.itertuples():
+        assert f"agent {row.agent} waited {row.seconds:.3g} s for agent {row.neighbour}<" in drawn
+    by = result.waiting.groupby("neighbour")["seconds"].sum()
+    assert by.idxmax() == 0 and set(result.waiting["agent"]) <= {0, 1, 2, 3}
+    assert drawn.count("waited ") == len(result.waiting) + 1  # with the heading
+
+
+def test_a_page_about_one_run_that_reached_its_target(tmp_path):
+    """There is nobody to compare it with."""
+    config = experiment(None, ["problem.hidden=8", "rounds=6", "target=0.3"])
+    config.run(tmp_path / "run", progress=False, picture=False)
+    made = report.of_runs(report.load([tmp_path / "run"]), "one run")
+    assert made.summary[0].startswith("Fewest rounds to 30%: caden with") and "next" not in made.summary[0]

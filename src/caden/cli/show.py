@@ -117,7 +117,7 @@ def plan(found: Plan, config: Experiment, json_wanted: bool) -> None:
         Console().print(f"not run, {why}: {labels}", highlight=False)
     if found.best_from:
         print("fastest by bandwidth, as multiples of the given (estimated from runs at 1 and 0.1):")
-    for (factor, label), (upper, _) in zip(found.best_from, [*found.best_from[1:], (100.0, "")]):
+    for (factor, label), (upper, _) in zip(found.best_from, [*found.best_from[1:], (10.0, "")]):
         print(f"  {factor:.2g} to {upper:.2g}: {label}")
     if found.picture.exists():
         path("picture", found.picture)

@@ -178,15 +178,15 @@ def _measured(variant: Variant, record: Record, slower: Record | None) -> Varian
 
 
 def _envelope(variants: Sequence[Variant]) -> list[tuple[float, str]]:
-    """Return which variant is the fastest from which factor of the bandwidth on, over four decades around the given."""
+    """Return which variant is the fastest from which factor of the bandwidth on, between a tenth and ten times it."""
     known = [v for v in variants if v.sending is not None]
-    crossings = {1e-2, 1e2}
+    crossings = {SLOWER, 1 / SLOWER}
     for a in known:
         for b in known:
             fixed = b.time_at(math.inf) - a.time_at(math.inf)
             if fixed != 0 and (x := ((a.sending or 0.0) - (b.sending or 0.0)) / fixed) > 0:
                 crossings.add(x)
-    grid = [x for x in sorted(crossings) if 1e-2 <= x <= 1e2]
+    grid = [x for x in sorted(crossings) if SLOWER <= x <= 1 / SLOWER]
     best: list[tuple[float, str]] = []
     for low, high in pairwise(grid):
         fastest = min(known, key=lambda v: v.time_at(math.sqrt(low * high)), default=None)
@@ -201,7 +201,7 @@ def _draw(variants: Sequence[Variant], done: Mapping[str, Record], target: float
     for variant in variants:  # the fastest first
         if variant.reached:
             best.setdefault((variant.method, variant.mode), variant)
-    histories = {v.label: [done[v.label].history] for v in best.values()}
+    histories = {f"{v.method}, {v.mode}": [done[v.label].history] for v in best.values()}
     if not histories:
         return
     measure = "accuracy" if all("accuracy" in h[0] for h in histories.values()) else "relative_error"

@@ -20,6 +20,16 @@ class Table:
 
 
 @dataclass
+class Drawing:
+    """A picture that is not a curve."""
+
+    name: str
+    title: str
+    svg: str
+    note: str = ""
+
+
+@dataclass
 class Section:
     """A heading and its content."""
 
@@ -27,6 +37,7 @@ class Section:
     text: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    drawings: list[Drawing] = field(default_factory=list)
 
 
 @dataclass

@@ -29,6 +29,8 @@ def write(report: Report, folder: Path) -> Path:
             write_figure(figure, folder / "figures")
         for table in section.tables:
             write_table(table, folder / "tables")
+        for drawing in section.drawings:
+            (folder / "figures" / f"{drawing.name}.svg").write_text(drawing.svg, encoding="utf-8")
     page = folder / "report.html"
     page.write_text(html(report), encoding="utf-8")
     return page
@@ -92,6 +94,10 @@ def _section(number: int, section: Section) -> str:
     text = "".join(f"<p>{escape(line)}</p>" for line in section.text)
     tables = "".join(_table(table, section.title) for table in section.tables)
     figures = "".join(_figure(figure) for figure in section.figures)
+    figures += "".join(
+        f"<figure><h3>{escape(d.title)}</h3>{d.svg}<figcaption>{escape(d.note)}</figcaption></figure>"
+        for d in section.drawings
+    )
     head = f'<section id="s{number}"><h2>{escape(section.title)}</h2>'
     return f'{head}{text}{tables}<div class="grid">{figures}</div></section>'
 

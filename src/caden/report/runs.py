@@ -13,6 +13,7 @@ from caden.engine.figures import figures
 from caden.engine.run_directory import Record, RunDirectory
 from caden.errors import CadenError
 from caden.graphs import Graph
+from caden.report import waiting
 from caden.report.model import Report, Section, Table, running_mean
 
 Runs = Mapping[str, Sequence[Record]]  # label -> records that differ in their seed
@@ -78,6 +79,9 @@ def of_runs(records: Sequence[Record], title: str, command: str = "") -> Report:
     tables = [results("results", "Results", runs)]
     drawn = figures(lines, targets[0] if targets else None)
     sections = [Section("Results", [], drawn, tables), Section("Parameters", [], [], [parameters(runs)])]
+    pictures = [waiting.drawing(f"waiting-{n}", label, group[0]) for n, (label, group) in enumerate(runs.items())]
+    if shown := [picture for picture in pictures if picture is not None]:
+        sections.insert(1, Section("Who waited for whom", drawings=shown))
     graph = graph_of(records[0])
     return Report(title, summary(runs), sections, setting(records, graph), graph, provenance(records, command))
 
@@ -127,8 +131,10 @@ def summary(runs: Runs) -> list[str]:
                 sentences.append(f"No run reached {target:.0%} mean accuracy.")
                 break
             first = f"Fewest {COLUMNS[column].label} to {target:.0%}: {order[0][1]} with {order[0][0]:,.4g}"
-            second = f"; next {order[1][1]} with {order[1][0]:,.4g} ({order[1][0] / order[0][0]:.2f} times)"
-            sentences.append(first + (second if len(order) > 1 and order[0][0] > 0 else "") + ".")
+            second = ""
+            if len(order) > 1 and order[0][0] > 0:
+                second = f"; next {order[1][1]} with {order[1][0]:,.4g} ({order[1][0] / order[0][0]:.2f} times)"
+            sentences.append(f"{first}{second}.")
     best = sorted(((_mean(g, "best_accuracy"), label) for label, g in runs.items()), reverse=True)
     best = [(value, label) for value, label in best if math.isfinite(value)]
     if best:

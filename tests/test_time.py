@@ -1,0 +1,163 @@
+"""Planning by simulated time, and measuring machines and links for it."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from caden import CadenError
+from caden.experiments import calibrate
+from caden.experiments import plan as plans
+from caden.experiments.config import experiment
+from caden.experiments.plan import Variant, plan
+from caden.experiments.store import RunStore
+from test_cli import call  # noqa: F401  (a fixture)
+
+CONVEX = [
+    *("problem.name=quadratic", "problem.agents=6", "problem.dim=4", "graph.name=ring", "warmup.steps=0", "rounds=600"),
+    *("target=0.5", "tolerance=1e-3", "method.mu_z=0.5", "compare.gt.alpha=0.1", "clock.compute=0.1"),
+    *("clock.latency=0.01", "clock.bandwidth=2000.0"),
+]
+
+
+def convex(*settings):
+    config = experiment(None, [*CONVEX, *settings])
+    return config.model_copy(update={"target": None})
+
+
+def test_a_plan_predicts_the_time_at_other_bandwidths(tmp_path):
+    store, config = RunStore(tmp_path, progress=False), convex()
+    found = plan(config, store, ["caden", "gt"], ["wait"], ["auto", 4], [{}, {"bits": 8}])
+    assert [v.time for v in found.variants] == sorted(v.time for v in found.variants)
+    assert all(v.reached for v in found.variants) and not found.skipped
+    for variant in (found.variants[0], found.variants[-1]):
+        steps = {} if variant.local_steps == "" else {"local_steps": variant.local_steps}
+        messages = {"messages": {"bits": 8}} if variant.messages else {}
+        for factor in (1.0, 0.3):
+            clock = {**config.clock, "bandwidth": 2000.0 * factor}
+            table = {"name": variant.method, **({"mu_z": 0.5} if variant.method == "caden" else {"alpha": 0.1})}
+            same = config.model_copy(update={"clock": clock, "method": table, **steps, **messages})
+            end = same.run(progress=False).rows[-1]
+            assert end["time"] == pytest.approx(variant.time_at(factor), rel=1e-9)
+            assert end["gradients"] == variant.gradients and end["bytes"] == 6 * variant.bytes_per_agent
+    runs = sorted(path.stat().st_mtime_ns for path in tmp_path.glob("*/summary.json"))
+    assert plan(config, RunStore(tmp_path, progress=False), ["caden", "gt"], ["wait"], ["auto", 4], [{}, {"bits": 8}])
+    assert runs == sorted(path.stat().st_mtime_ns for path in tmp_path.glob("*/summary.json"))  # none was run again
+    assert found.picture.exists()
+
+
+def test_what_a_method_does_not_allow_is_listed(tmp_path):
+    store = RunStore(tmp_path, progress=False)
+    found = plan(convex("rounds=2"), store, ["caden", "gt", "newton_tracking"], plans.MODES, [3])
+    assert found.skipped["gt, free"] == "needs a single exchange over arcs"
+    assert found.skipped["caden, free, bits 4"] == "the mode has delays of its own"
+    assert not any(v.reached for v in found.variants) and found.best_from == []
+    with pytest.raises(CadenError, match="no `\\[clock\\]`"):
+        plan(experiment(None, ["target=0.5"]), store)
+    with pytest.raises(CadenError, match="needs a `target`"):
+        plan(convex().model_copy(update={"tolerance": None}), store)
+
+
+def test_the_fastest_by_bandwidth_is_the_smallest_of_all():
+    def variant(name, fixed, sending):
+        return Variant(name, 5, "wait", "", True, fixed + sending, 1.0, 1, 1, sending)
+
+    variants = [variant("a", 1.0, 9.0), variant("b", 4.0, 2.0), variant("c", 9.0, 0.5), variant("d", 10.0, 8.0)]
+    best = plans._envelope(variants)
+    edges = [factor for factor, _ in best] + [10.0]
+    for (low, label), high in zip(best, edges[1:]):
+        for factor in (low * 1.001, (low * high) ** 0.5, high * 0.999):
+            assert min(variants, key=lambda v: v.time_at(factor)).label == label
+    assert [label[0] for _, label in best] == ["c", "b", "a"]
+    assert edges[1:3] == pytest.approx([1.5 / 5, 7 / 3])
+
+
+# Calibration.
+
+
+def test_a_machine_is_measured_by_its_gradients_and_the_rest_of_a_step(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import time, caden\n"
+        "def problem(agents=4, hosted=None):\n"
+        "    whole = caden.problems.quadratic(agents=agents, dim=3)\n"
+        "    class Slow(type(whole)):\n"
+        "        def value_and_grad(self, x, rows=None):\n"
+        "            time.sleep(0.02)\n"
+        "            return super().value_and_grad(x, rows)\n"
+        "    part = whole if hosted is None else whole.take(hosted)\n"
+        "    part.__class__ = Slow\n"
+        "    return part\n"
+    )
+    name = f"problem.name={tmp_path / 'slow.py'}:problem"
+    config = experiment(None, [name, "problem.agents=4", "graph.name=ring", "local_steps=3", "method.mu_z=0.5"])
+    machine = calibrate.measure_machine(config, agent=2, steps=4)
+    assert 0.02 <= machine.compute < 0.06
+    assert 0 < machine.overhead < 1.0
+    with pytest.raises(CadenError, match="got 4"):
+        calibrate.measure_machine(config, agent=4)
+
+
+def test_a_link_is_measured_one_way():
+    """The other side answers 20 ms late, and sends 4 MB/s."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        line, _ = server.accept()
+        with line:
+            while request := line.recv(8, socket.MSG_WAITALL):
+                left = int.from_bytes(request, "big")
+                time.sleep(0.02)
+                while left:
+                    line.sendall(bytes(min(left, 40_000)))
+                    left -= min(left, 40_000)
+                    time.sleep(0.01 if left else 0)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    found = calibrate.measure_link(f"127.0.0.1:{server.getsockname()[1]}")
+    thread.join(10)
+    server.close()
+    assert 0.01 <= found.latency < 0.02
+    assert 1e6 < found.bandwidth <= 4.2e6
+    text = calibrate.as_toml(calibrate.Machine(0.12345, 0.01), found)
+    assert "compute = 0.123\n" in text and "pull = true" in text
+
+
+def test_answering_ends_by_itself(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    served = []
+    thread = threading.Thread(target=lambda: served.append(calibrate.answer("127.0.0.1", port, 1.5)))
+    thread.start()
+    for _ in range(100):
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            time.sleep(0.02)
+    line = calibrate.measure_link(f"127.0.0.1:{port}")
+    assert 0 < line.latency < 0.5 and line.bandwidth > 1e6
+    with socket.create_connection(("127.0.0.1", port), 1) as greedy:
+        greedy.sendall((1 << 40).to_bytes(8, "big"))  # more than one may ask for
+        assert greedy.recv(1) == b""
+    thread.join(10)
+    assert served == [3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan"], "no `[clock]`"),
+        (["plan", "--set", "clock.compute=0.1", "--modes", "fast"], "mode"),
+        (["plan", "--set", "clock.compute=0.1", "--steps", "few"], "`--steps` takes numbers"),
+        (["plan", "--set", "clock.compute=0.1", "--methods", "cadan"], "did you mean 'caden'"),
+        (["plan", "--set", "clock.speed=0.1"], "clock.speed"),
+        (["clock", "measure", "--agent", "99"], "must lie in 0..19"),
+        (["clock", "measure", "--steps", "1", "--link", "nowhere"], "HOST:PORT"),
+        (["clock", "answer", "--seconds", "-1"], "positive"),
+    ],
+)
+def test_wrong_input_gets_one_line(call, arguments, message):  # noqa: F811
+    code, _, errors = call(*arguments)
+    assert code == 2 and message in errors and len(errors.splitlines()) == 1
