@@ -1,5 +1,6 @@
 """Training loops of one's own for tests: what each agent runs, under torchrun or as a peer, and the same simulated."""
 
+import atexit
 import copy
 import hashlib
 import json
@@ -109,12 +110,12 @@ def crash():
     directory = Path(sys.argv[3])
     model = network()
     optimizer = adamw(model.parameters())
-    options = {"mu_z": 0.1, "deterministic": True, "seed": SEED, "directory": directory, "checkpoint_every": 1}
+    options = {"mu_z": 0.1, "deterministic": True, "seed": SEED, "directory": directory, "checkpoint_every": 3}
     agent = caden.Agent(model, optimizer, "caden", 3, **options)
     began = agent.steps
 
     def die(agent):
-        if began == 0 and agent.steps == 8:
+        if began == 0 and agent.steps == 11:
             os.kill(os.getpid(), signal.SIGKILL)
 
     train(agent, model, optimizer, until=12, after=die)
@@ -122,21 +123,24 @@ def crash():
     return {"began": began, "model": digest(gathered(agent))}
 
 
-def saved():
-    """The states of agent, model and optimizer are saved within a round, and loaded into new ones."""
+def saved(mu_z, at):
+    """The states of agent, model and optimizer are saved after `at` steps, and loaded into new ones."""
     found = {}
     for name in ("whole", "half"):
-        model = network()
-        optimizer = adamw(model.parameters())
-        agent = caden.Agent(model, optimizer, "caden", 3, mu_z=0.1, deterministic=True, seed=SEED)
-        if name == "half":
-            train(agent, model, optimizer, until=7)
-            kept = copy.deepcopy((agent.state_dict(), model.state_dict(), optimizer.state_dict()))
-            train(agent, model, optimizer, until=8)
-            agent.finish()
+
+        def begun():
             model = network()
             optimizer = adamw(model.parameters())
-            agent = caden.Agent(model, optimizer, "caden", 3, mu_z=0.1, deterministic=True, seed=SEED)
+            return caden.Agent(model, optimizer, "caden", 3, mu_z=mu_z, deterministic=True, seed=SEED), model, optimizer
+
+        agent, model, optimizer = begun()
+        if name == "half":
+            train(agent, model, optimizer, until=at)
+            kept = copy.deepcopy((agent.state_dict(), model.state_dict(), optimizer.state_dict()))
+            train(agent, model, optimizer, until=at + 1)
+            agent.finish()
+            agent, model, optimizer = begun()
+            found["from"] = agent.round
             model.load_state_dict(kept[1])
             optimizer.load_state_dict(kept[2])
             agent.load_state_dict(kept[0])
@@ -149,12 +153,13 @@ def saved():
 
 def three_ranks():
     """What needs three ranks."""
-    return {"networks": networks(), "saved": saved()}
+    return {"networks": networks(), "saved": saved(0.1, 7), "saved, auto": saved("auto", 7)}
 
 
 def two_ranks():
     """What two ranks can show."""
-    return {"full gradients": full_gradients(), "models": odd_models(), "mistakes": mistakes()}
+    found = {"full gradients": full_gradients(), "models": odd_models(), "mistakes": mistakes()}
+    return {**found, "forgotten": forgotten()}
 
 
 # Least squares: full gradients, and a minimiser that is known.
@@ -343,13 +348,18 @@ def mistakes():
     def broken(agent, model, optimizer):
         fit(agent, model, optimizer, (data[0] * torch.nan, data[1]), 4)
 
+    def scaled(agent, model, optimizer):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(data[0]).sum()).backward()
+        scaler.step(optimizer)
+
     attempt("nan", broken, mu_z=0.5)
     attempt("closure", lambda a, m, o: o.step(lambda: None), mu_z=0.5)
     attempt(
         "added", lambda a, m, o: (o.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}), o.step()), mu_z=1.0
     )
     attempt("late hook", lambda a, m, o: (o.register_step_pre_hook(lambda *_: None), o.step()), mu_z=0.5)
-    attempt("fused", lambda a, m, o: (setattr(o, "grad_scale", torch.ones(1)), o.step()), mu_z=0.5)
+    attempt("fused", scaled, make=lambda p: torch.optim.SGD(p, lr=0.05, fused=True), mu_z=0.5)
     attempt("models", lambda *_: None, model=line(bias=rank == 1), mu_z=0.5)
     attempt("graph", lambda *_: None, mu_z=0.5, graph=caden.graphs.ring(5))
     attempt("gradients", lambda *_: None, method="gt")
@@ -363,7 +373,20 @@ def mistakes():
     attempt("copies", lambda *_: None, overlap=True, messages={"bits": 4}, mu_z=0.5)
     attempt("sleep", lambda *_: None, method="kgt", participation=0.5, alpha=0.05)
     attempt("state", lambda a, m, o: a.state_dict())
+    attempt("scheduler", lambda a, m, o: (o.param_groups[0].update(lr=0.01), o.step()), method="kgt", alpha=0.05)
+    attempt("skip", lambda a, m, o: a.skip(), method="led", alpha=0.05)
     return found
+
+
+def forgotten():
+    """What is said at exit if `finish` was not called; nothing may come after this."""
+    model = line()
+    optimizer = sgd(model.parameters())
+    agent = caden.Agent(model, optimizer, "caden", 2, mu_z=0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        atexit._run_exitfuncs()
+    return [str(warning.message) for warning in caught if agent.agent == 0 and "finish" in str(warning.message)]
 
 
 def peer():

@@ -22,6 +22,8 @@ from caden import launcher
 from caden.networks.layout import Layout
 from caden.networks.peers.transports import HEADER, Free, Received
 from caden.networks.transport import Memory, Overlapped
+from caden.own_loop._parameters import moved
+from conftest import newest
 from own_loops import AGENTS, CASES, SEED, adamw, flat, line, network, sgd, squares
 from peers import fleet_file, until
 
@@ -98,14 +100,18 @@ def test_what_loops_and_models_may_be(two_ranks):
 def test_a_killed_job_continues_to_the_same_bits(tmp_path, three_ranks):
     assert job("crash", tmp_path, AGENTS, tmp_path / "run")[0] != 0
     code, found = job("crash", tmp_path, AGENTS, tmp_path / "run")
-    assert code == 0 and found == {"began": 6, "model": three_ranks["networks"]["caden"][0]}
+    assert code == 0 and found == {"began": 9, "model": three_ranks["networks"]["caden"][0]}
+    assert newest(tmp_path / "run").name.startswith("checkpoint.4.")  # the last round, too
 
 
 @three
 def test_a_state_within_a_round_can_be_saved_and_loaded(three_ranks):
     found = three_ranks["saved"]
-    assert found["at"] == [2, 1, 7]
+    assert found["from"] == 0 and found["at"] == [2, 1, 7]
     assert found["half"] == found["whole"] == three_ranks["networks"]["caden"][0]
+    found = three_ranks["saved, auto"]  # the new agent is asked to measure first
+    assert found["from"] == -1 and found["at"] == [1, 1, 7]
+    assert found["half"] == found["whole"]
 
 
 @two
@@ -130,9 +136,12 @@ def test_mistakes_get_one_clear_line(two_ranks):
         "copies": "remove compression",
         "sleep": "remove `participation`",
         "state": "nothing to save",
+        "scheduler": "lr = alpha` (0.05), without momentum, weight decay and schedulers",
+        "skip": "none can be skipped",
     }
     for name, words in expected.items():
         assert words in found[name] and "\n" not in found[name], found[name]
+    assert "`agent.finish()` was not called: the model is this agent's own, not the mean." in two_ranks["forgotten"]
 
 
 def test_wrong_arguments_are_found_before_anything_is_joined(tmp_path):
@@ -218,6 +227,43 @@ def test_free_running_peers_find_the_minimiser(tmp_path):
 
     found = in_threads(4, loop)
     assert all(error < 1e-6 and rounds == 200 for error, rounds in found.values()), found
+
+
+def test_free_running_peers_end_with_the_mean_of_those_present(tmp_path):
+    """Rows pass along a path; an agent that has left is not waited for."""
+    inputs, targets, _ = squares(4)
+    problem = {"name": "quadratic", "agents": 4, "dim": 4}
+    settings = {"method": {"name": "caden", "mu_z": 0.5}, "local_steps": 4, "rounds": 100_000}
+    fleet_file(tmp_path, "free", problem, {"name": "path"}, fleet={"pace": 0.02, "forget": 2.0}, **settings)
+
+    def loop(i):
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        agent = caden.Agent(model, optimizer, fleet=tmp_path / "FLEET.toml", agent=i, directory=tmp_path / f"{i}")
+        if i == 0:
+            agent._stop.set()
+        own_loops.fit(agent, model, optimizer, (inputs[i], targets[i]), 8 + 4 * i)
+        agent.finish()
+        return agent._recorder.run.state.x[0], flat(model)
+
+    found = in_threads(4, loop)
+    assert isinstance(found.pop(0), caden.Interrupted)
+    mean = torch.stack([found[i][0] for i in (1, 2, 3)]).mean(0)
+    assert all(torch.equal(model, mean) for _, model in found.values()), found
+    assert min(float((x - mean).abs().max()) for x, _ in found.values()) > 1e-4  # they had not converged
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rows_leave_and_reach_a_gpu_through_pinned_memory():
+    row = torch.randn(1, 5)
+    there = moved(row, torch.device("cuda"))
+    back = moved(there, torch.device("cpu"))
+    assert there.is_cuda and back.is_pinned() and torch.equal(back, row)
+
+
+def test_rows_on_one_device_are_not_copied():
+    row = torch.randn(1, 5)
+    assert moved(row, torch.device("cpu")) is row
 
 
 def test_free_running_peers_with_other_models_do_not_mix():
