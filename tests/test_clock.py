@@ -12,7 +12,7 @@ import torch
 import caden
 from caden import CadenError, Clock
 from caden.draws import Draw
-from caden.networks.clock import _Values
+from caden.networks.clock import Values
 from caden.networks.transport import Memory, Overlapped
 
 AGENTS, DIM = 6, 3
@@ -96,6 +96,23 @@ def test_agents_wait_for_their_neighbours_only():
     assert waited["busy"].idxmax() == 0 and waited["idle"].idxmin() == 0
 
 
+def test_pulled_messages_are_announced_asked_for_and_sent():
+    """On a path, as a loop over agents computes it: who is late asks late, and then waits for two ways."""
+    problem, graph, rounds = caden.problems.quadratic(agents=5, dim=2), caden.graphs.path(5), 6
+    seconds, latency, size = np.array([3.0, 0.5, 1.0, 0.25, 0.5]), 0.125, 0.5
+    clock = {"compute": seconds, "latency": latency, "bandwidth": 8 * 2 / size, "overhead": 0.25, "pull": True}
+    result = caden.simulate(gd(), problem, graph, rounds, local_steps=2, clock=clock)
+    now = seconds * result.rows[0]["gradients"] / 5
+    for _ in range(rounds):
+        sent = now + 2 * seconds + 0.25
+        asked = {(i, j): max(sent[i], sent[j] + latency) for i in range(5) for j in graph.neighbours(i)}
+        now = np.array([max(asked[i, j] + 2 * latency + size for j in graph.neighbours(i)) for i in range(5)])
+    assert last(result, "time") == [now.max()]
+    assert result.waiting["neighbour"].iloc[result.waiting["seconds"].argmax()] == 0  # all wait for the slowest
+    tracking = caden.simulate(caden.methods.fedavg(0.02), problem, graph, 1, local_steps=2, clock=clock)
+    assert last(tracking, "time")[0] - tracking.rows[0]["time"] == pytest.approx(2 * 3.0 + 0.25 + 2 * (0.375 + 0.5))
+
+
 # Deadlines.
 
 
@@ -113,6 +130,7 @@ def test_who_misses_a_deadline_is_asleep_and_the_numbers_are_those_of_that_sched
     assert last(timed, "time")[0] - timed.rows[0]["time"] == 12
     assert timed.history["active"].tolist()[1:] == [5, 5, 6] * 4
     assert timed.agents["steps"].tolist() == [12] * 5 + [4]
+    assert last(timed, "participation", "participation_least") == pytest.approx([(5 + 1 / 3) / 6, 1 / 3])
 
 
 def test_a_round_ends_when_all_are_ready(setting):
@@ -196,6 +214,74 @@ def test_free_running_agents_against_an_event_loop(setting):
     np.testing.assert_allclose(result.x.numpy(), x, atol=1e-12)
 
 
+def textbook_pull(problem, graph, rho, alpha, compute, latency, transfer, steps, begin):
+    """The same, with every announcement, request and reply as an event of its own."""
+    H, b = problem.hessian.numpy(), -problem.value_and_grad(torch.zeros(AGENTS, DIM, dtype=torch.float64))[1].numpy()
+    x, near = np.zeros((AGENTS, DIM)), {i: graph.neighbours(i) for i in range(AGENTS)}
+    z = {(i, j): np.zeros(DIM) for i in near for j in near[i]}
+    made, events, order, inbox = [0] * AGENTS, [], itertools.count(), {}
+    offer, heard, have, fetching = {}, dict.fromkeys(z, -1), dict.fromkeys(z, -1), dict.fromkeys(z, False)
+
+    def at(time, what, *about):
+        heapq.heappush(events, (time, next(order), what, about))
+
+    def ask(now, i, j):  # i asks j, unless it does so already or knows of nothing new
+        if not fetching[i, j] and heard[i, j] > have[i, j]:
+            fetching[i, j] = True
+            at(now + latency, "request", j, i)
+
+    for i in range(AGENTS):
+        at((1 + begin) * compute[i], "step", i)
+    while min(made) < steps:
+        now, _, what, (i, *rest) = heapq.heappop(events)
+        if what == "step":
+            matrix = H[i] + rho * len(near[i]) * np.eye(DIM)
+            x[i] = np.linalg.solve(matrix, b[i] + sum(z[i, j] for j in near[i]))
+            for j in near[i]:
+                offer[i, j] = made[i], 2 * rho * x[i] - z[i, j]
+                at(now + latency, "announcement", j, i, made[i])
+            for j in near[i]:
+                if (i, j) in inbox:
+                    z[i, j] = (1 - alpha) * z[i, j] + alpha * inbox.pop((i, j))
+            made[i] += 1
+            at(now + compute[i], "step", i)
+        elif what == "announcement":
+            heard[i, rest[0]] = rest[1]
+            ask(now, i, rest[0])
+        elif what == "request":
+            at(now + latency + transfer, "reply", rest[0], i, *offer[i, rest[0]])
+        else:
+            j, have[i, j], inbox[i, j] = rest[0], rest[1], rest[2]
+            fetching[i, j] = False
+            ask(now, i, j)
+    return x, made
+
+
+@pytest.mark.parametrize("latency", [0.0291, 0.1713])
+def test_free_running_agents_that_pull_against_an_event_loop(setting, latency):
+    problem, graph = setting
+    compute, steps, transfer = np.sqrt([0.011, 0.017, 0.03, 0.037, 0.053, 1.14]), 12, 0.0517  # no ties
+    clock = Clock(compute=compute, latency=latency, bandwidth=8 * DIM / transfer, pull=True, mode="free")
+    method = caden.methods.radmm(0.5, 0.7, solver="exact")
+    result = caden.simulate(method, problem, graph, steps, local_steps=1, clock=clock)
+    begin = result.rows[0]["time"] / compute[-1]  # gradients at the start
+    x, made = textbook_pull(problem, graph, 0.5, 0.7, compute, latency, transfer, steps, begin)
+    assert result.agents["steps"].tolist() == made
+    np.testing.assert_allclose(result.x.numpy(), x, atol=1e-12)
+
+
+def test_ticks_round_the_ends_of_steps_up(setting):
+    problem, graph = setting
+    slow, fast = [0.5] * 3 + [1.5] * 3, [0.45, 0.4, 0.5, 1.3, 1.5, 1.4]
+    method = caden.methods.radmm(0.5, solver="exact")  # no gradients before the first step
+    exact, ticks = (
+        caden.simulate(method, problem, graph, 9, local_steps=1, clock={"compute": c, "mode": "free", **tick})
+        for c, tick in ((slow, {}), (fast, {"tick": 0.5}))
+    )
+    assert torch.equal(exact.x, ticks.x)
+    assert exact.agents["steps"].tolist() == ticks.agents["steps"].tolist()
+
+
 def test_free_running_is_exact_and_faster_than_waiting(setting):
     problem, graph = setting
     slow = [0.1] * 5 + [1.0]
@@ -225,12 +311,11 @@ def test_free_running_refuses_what_it_cannot_do(setting):
 # All modes.
 
 
-@pytest.mark.parametrize("mode", ["wait", "deadline", "free"])
-def test_a_resumed_run_keeps_the_time(setting, mode, tmp_path):
+@pytest.mark.parametrize(("mode", "pull"), [("wait", False), ("deadline", False), ("free", False), ("free", True)])
+def test_a_resumed_run_keeps_the_time(setting, mode, pull, tmp_path):
     problem, graph = setting
-    clock = Clock(
-        {"name": "exponential", "mean": 0.2}, latency=0.3, mode=mode, deadline=0.7 if mode == "deadline" else None
-    )
+    limit = {"deadline": 0.7} if mode == "deadline" else {}
+    clock = Clock({"name": "exponential", "mean": 0.2}, latency=0.3, up=200.0, pull=pull, mode=mode, **limit)
     options = {"local_steps": 3, "clock": clock, "checkpoint_every": 1, "picture": False}
 
     whole = caden.simulate(gd(), problem, graph, 15, directory=tmp_path / "whole", **options)
@@ -248,20 +333,20 @@ def test_a_resumed_run_keeps_the_time(setting, mode, tmp_path):
     assert torch.equal(whole.x, again.x)
     drop = ["seconds"]
     assert whole.history.drop(columns=drop).equals(again.history.drop(columns=drop))
-    assert whole.agents.equals(again.agents)
+    assert whole.agents.equals(again.agents) and whole.waiting.equals(again.waiting)
 
 
 def test_values_by_number_list_distribution_and_file(tmp_path):
     draw = Draw(3, 4)
     for name, spread in (("exponential", 0.5), ("lognormal", 0.7), ("uniform", 0.9)):
         table = {"name": name, "mean": 2.0, "spread": spread}
-        by_round = _Values("compute", table, 4, draw, "agent")
+        by_round = Values("compute", table, 4, draw, "agent")
         drawn = np.stack([by_round(t) for t in range(4000)])
         assert drawn.mean() == pytest.approx(2.0, rel=0.05) and (drawn > 0).all()
-        fixed = _Values("compute", {**table, "per": "agent"}, 4, draw, "agent")
+        fixed = Values("compute", {**table, "per": "agent"}, 4, draw, "agent")
         assert np.array_equal(fixed(0), fixed(9)) and len(set(fixed(0))) == 4
     (tmp_path / "trace.csv").write_text("1,2,3,4\n5,6,7,8\n")
-    trace = _Values("compute", {"file": str(tmp_path / "trace.csv")}, 4, draw, "agent")
+    trace = Values("compute", {"file": str(tmp_path / "trace.csv")}, 4, draw, "agent")
     assert trace(0).tolist() == [1, 2, 3, 4] and trace(3).tolist() == [5, 6, 7, 8]
 
 
@@ -282,6 +367,9 @@ def test_values_by_number_list_distribution_and_file(tmp_path):
         ({"compute": {"name": "uniform", "mean": 1, "spread": 2}}, "at most 1"),
         ({"latency": {"name": "uniform", "mean": 1, "per": "agent"}}, "edge"),
         ({"compute": {"file": "nowhere.csv"}}, "cannot be read"),
+        ({"pull": 3}, "clock.pull"),
+        ({"tick": 1.0}, 'belongs to the mode "free"'),
+        ({"tick": -1.0, "mode": "free"}, "positive"),
     ],
 )
 def test_wrong_clocks_get_one_line(setting, clock, message):

@@ -48,6 +48,8 @@ COLUMNS = {
     "local_steps_most": Column("local steps, most", ".0f"),
     "idle": Column("idle share of the time, mean", ".1%"),
     "idle_most": Column("idle share of the time, most", ".1%"),
+    "participation": Column("rounds taken part in, mean", ".1%"),
+    "participation_least": Column("rounds taken part in, least", ".1%"),
     "wire_bytes": Column("bytes sent between processes", ","),
     "read_seconds": Column("seconds waiting for data", ".2f"),
     "mu_z": Column("mu_z", ".4g"),

@@ -15,6 +15,7 @@ from caden.engine import checkpoint
 from caden.engine.columns import AXES, COLUMNS, EFFORTS, MEASURES, to_target
 from caden.engine.figures import figures, picture
 from caden.errors import CadenError, require_choice, require_integer
+from caden.networks.timers import Times
 
 Row = dict[str, float | int | None]
 
@@ -32,7 +33,7 @@ class Result:
     stopped: str = "rounds"  # why: "rounds", "target", "tolerance", "callback", "diverged", "interrupted"
     failure: str = ""  # the error message, if the run diverged or was interrupted
     outside: tuple[str, ...] = ()  # conditions of the run that its method is known not to survive, such as "loss"
-    times: dict[str, np.ndarray] = field(default_factory=dict)  # of each agent, if there was a clock
+    times: Times | None = None  # if there was a clock
 
     @property
     def history(self) -> pd.DataFrame:
@@ -42,12 +43,21 @@ class Result:
     @property
     def agents(self) -> pd.DataFrame:
         """One row per agent of a run with a clock: the shares of the time it computed and was idle, and its steps."""
-        return pd.DataFrame({name: self.times[name] for name in ("busy", "idle", "steps") if name in self.times})
+        if self.times is None:
+            return pd.DataFrame(columns=["busy", "idle", "steps"])
+        busy = self.times.busy
+        return pd.DataFrame({"busy": busy, "idle": 1 - busy, "steps": self.times.steps})
 
     @property
     def waiting(self) -> pd.DataFrame:
-        """(m, m) how many simulated seconds agent i (row) waited for agent j (column)."""
-        return pd.DataFrame(self.times.get("waited", np.empty((0, 0))))
+        """Who waited for whom in a run with a clock: agent, neighbour, simulated seconds; only where it did."""
+        columns = ["agent", "neighbour", "seconds"]
+        if self.times is None:
+            return pd.DataFrame(columns=columns)
+        _, _, owner, peer, seconds = self.times
+        order = np.lexsort((owner, peer))
+        table = pd.DataFrame(dict(zip(columns, (peer[order], owner[order], seconds[order]))))
+        return table[table["seconds"] > 0].reset_index(drop=True)
 
     @property
     def mean(self) -> Tensor:

@@ -105,7 +105,7 @@ class Recorder:
     def _result(self, target: float | None, stopped: str, failure: str = "") -> Result:
         run, folder = self.run, self.run_dir.path if self.run_dir else None
         x = run.network.transport.gather(run.state.x)
-        times = {} if run.timer is None else run.timer.table()
+        times = None if run.timer is None else run.timer.times()
         end = run.scalars(), stopped, failure, run.outside, times
         return Result(x, self.rows, run.problem.whole, target, folder, *end)
 

@@ -21,8 +21,8 @@ from caden.engine.checkpoint import Part
 from caden.engine.redeal import redeal
 from caden.engine.warmup import Warmup, start_point, warm_up
 from caden.errors import CadenError
-from caden.networks.clock import Turn
 from caden.networks.network import Network
+from caden.networks.timers import Turn
 from caden.schedules import Participation, Workload
 
 _TESTS = 10  # rounds may look at the test data at most for one part in so many of their gradients' time

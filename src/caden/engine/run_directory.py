@@ -208,9 +208,9 @@ class RunDirectory:
         if self.metrics.exists():
             durable.sync(self.metrics)
         self.summarise(result)
-        if result.times:
+        if result.times is not None:
             result.agents.to_csv(self.path / "agents.csv", index_label="agent")
-            result.waiting.to_csv(self.path / "waiting.csv", index_label="agent")
+            result.waiting.to_csv(self.path / "waiting.csv", index=False)
         state = result.problem.state_dict(result.mean)
         if state is not None:
             checkpoint.write_tensors(self.model, state)

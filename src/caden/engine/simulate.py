@@ -20,9 +20,11 @@ from caden.engine.warmup import Warmup, list_agents
 from caden.errors import CadenError, Diverged, Interrupted, require_integer
 from caden.graphs import Graph, as_graph
 from caden.methods import CARDS, CONDITIONS, advice_for
-from caden.networks.clock import Clock, DeadlineTimer, FreeTimer, Mail, make_timer
+from caden.networks.clock import Clock
+from caden.networks.mail import FreeTimer, Mail
 from caden.networks.messages import Messages
 from caden.networks.network import Network
+from caden.networks.timers import DeadlineTimer, Timer
 from caden.networks.transport import Memory, Transport
 from caden.schedules import Links, Participation, Workload
 
@@ -114,6 +116,7 @@ simulate.__signature__ = signature_with_options(simulate)  # type: ignore[attr-d
 
 
 _DEFAULT = Conditions()
+_TIMERS: dict[str, type[Timer]] = {"wait": Timer, "deadline": DeadlineTimer, "free": FreeTimer}
 
 
 def prepare(
@@ -132,7 +135,8 @@ def prepare(
         problem = problem.take(hosted)
     awake, work = Participation(conditions.participation, draw), Workload(conditions.local_steps, draw)
     messages, links = Messages.from_spec(conditions.messages), Links.from_spec(conditions.links, graph, seed)
-    timer = make_timer(Clock.from_spec(conditions.clock), graph, draw)
+    clock = Clock.from_spec(conditions.clock)
+    timer = None if clock is None else _TIMERS[clock.mode](clock, graph, draw)
     if timer is not None and not isinstance(transport, Memory):
         raise CadenError("`clock` is for simulations: processes and peers have clocks of their own.")
     if isinstance(timer, FreeTimer):

@@ -14,11 +14,11 @@ from caden.core import Edges, Heard, Problem, Round
 from caden.draws import Draw
 from caden.errors import CadenError
 from caden.graphs import Graph
-from caden.networks.clock import Timer
 from caden.networks.copies import ArcCopies, Notice, RowCopies
 from caden.networks.heard import HeardArcs, HeardRows
 from caden.networks.layout import Layout
 from caden.networks.messages import Delivery, Messages
+from caden.networks.timers import Timer
 from caden.networks.transport import Memory, Transport
 from caden.schedules import Links
 

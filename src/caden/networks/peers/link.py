@@ -377,7 +377,7 @@ class ZenohLink:
 
     def _check_alive(self, neighbour: int, began: float) -> None:
         """Raise if this peer is told to stop, or if the neighbour has been silent for longer than `patience`."""
-        if self._stop.is_set():
+        if self._stop.is_set() or self._closing.is_set():
             raise Interrupted(f"Agent {self._agent} stopped while waiting; run the same command to continue.")
         silent = time.monotonic() - max(began, self._notice_times[neighbour])
         if silent > self._fleet.patience:

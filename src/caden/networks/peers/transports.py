@@ -6,6 +6,7 @@ version 0 of a sender's life (`wire.LIFE`) is its start and version t is the mes
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import networkx as nx
@@ -78,6 +79,7 @@ class Lockstep(Transport):
     def connect(self, layout: Layout, dim: int) -> None:
         self._layout, self._arc = layout, own_arcs(layout)
         self.neighbours = layout.rows[1:].tolist()
+        self._waiters = ThreadPoolExecutor(len(self.neighbours) or 1)  # one per neighbour: their latencies overlap
 
     def begin_round(self, index: int) -> None:
         self._version = (index + 1) * LANES
@@ -91,7 +93,7 @@ class Lockstep(Transport):
             return {}
         if out:
             self._link.publish(version, out)
-        return {j: self._link.wait(j, version, like) for j in awaited}
+        return dict(zip(awaited, self._waiters.map(lambda j: self._link.wait(j, version, like), awaited)))
 
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         known = rows.new_zeros(len(self._layout.rows), rows.shape[1])

@@ -1,0 +1,195 @@
+"""Agents that run free: steps at each agent's own pace, and messages that are there when they have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from caden.draws import Draw
+from caden.errors import CadenError
+from caden.graphs import Graph
+from caden.networks.clock import Clock
+from caden.networks.timers import Timer, Turn
+from caden.networks.transport import Memory
+
+
+class _Letters(NamedTuple):
+    """Messages under way."""
+
+    arcs: np.ndarray  # (n,)
+    numbers: np.ndarray  # (n,) of the step that each was sent in
+    arrivals: np.ndarray  # (n,)
+    rows: Tensor  # (n, d)
+
+    def select(self, mask: np.ndarray) -> _Letters:
+        return _Letters(self.arcs[mask], self.numbers[mask], self.arrivals[mask], self.rows[torch.from_numpy(mask)])
+
+
+class FreeTimer(Timer):
+    """The times of a run in "free" mode.
+
+    The length of a step is known when its gradients are counted, which is at its end. So a step is taken to end when
+    the agent's last number of gradients would be done, and the next one begins later if there were more.
+    """
+
+    may_sleep = True
+
+    def __init__(self, clock: Clock, graph: Graph, draw: Draw):
+        super().__init__(clock, graph, draw)
+        if (self.compute(0) + self.overhead(0) <= 0).any():
+            raise CadenError('`clock.compute` must be positive in the mode "free": steps would take no time.')
+        self._state |= {"ends": np.full(self.agents, -1.0), "expected": np.zeros(self.agents)}
+        # Of each arc: the newest message that its peer has taken, and, if messages are pulled, the newest one offered,
+        # when a request for it comes in (infinite: none does), and when the last one that was asked for arrives.
+        self._state |= {"taken": np.full(len(self.owner), -1), "offered": np.full(len(self.owner), -1)}
+        self._state |= {"request": np.full(len(self.owner), np.inf), "fetched": np.zeros(len(self.owner))}
+        self._offers: Tensor | None = None  # (2E, d)
+        self._letters: list[_Letters] = []
+        self._turn = Turn(0, torch.ones(self.agents, dtype=torch.bool))  # all begin
+
+    @property
+    def time(self) -> float:
+        return float(self._state["now"].max())
+
+    def exchange(self, index: int, sizes: np.ndarray) -> None:
+        """Nobody waits; see `deliver`."""
+
+    def turn(self, index: int, active: Tensor) -> Turn:
+        state = self._state
+        if (state["ends"] < 0).any():  # the first steps
+            state["expected"] = self.planned(0).astype(float)
+            state["ends"] = self._end(state["now"], 0)
+        first = state["ends"] == state["ends"].min()
+        count = int(state["steps"][first].min())
+        self._turn = Turn(count, torch.from_numpy(first & (state["steps"] == count)))
+        return self._turn
+
+    def _end(self, begin: np.ndarray, index: int) -> np.ndarray:
+        """Return (m,) when steps end that begin at some times."""
+        end = begin + self.overhead(index) + self.compute(index) * self._state["expected"]
+        tick = self.clock.tick
+        return np.asarray(np.ceil(end / tick * (1 - 1e-12)) * tick if tick else end)
+
+    def deliver(self, arcs: Tensor, sends: Tensor) -> tuple[Tensor, Tensor]:
+        """Send the messages of the agents that step now; return the newest ones that have come, and where."""
+        index, state, active = self._turn.index, self._state, self._turn.active.numpy()
+        moment = float(state["ends"][active].min())
+        made = self.charge(index)
+        uncounted = active & (made == 0)  # a solver without gradients takes as long as its steps
+        made = np.where(uncounted, self.planned(index), made)
+        self._work(np.where(uncounted, self.compute(index) * made, 0) + self.overhead(index))
+        done = np.maximum(moment, state["now"])  # of those that stepped
+        sending = sends.squeeze(1).cpu().numpy() & active[self.owner]
+        begin = done[self.owner]
+        if self.clock.pull:
+            self._answer(index, np.where(sending, begin, moment))
+            self._offer(index, arcs, sending, begin)
+        else:
+            self._post(index, sending, np.full(len(begin), index), begin, arcs)
+        state["now"] = np.where(active, done, state["now"])
+        state["expected"] = np.where(active, made, state["expected"])
+        return self._delivered(arcs, active, moment)
+
+    def _work(self, seconds: np.ndarray) -> None:
+        super()._work(np.where(self._turn.active.numpy(), seconds, 0))
+
+    def _post(self, index: int, going: np.ndarray, numbers: np.ndarray, begin: np.ndarray, rows: Tensor) -> np.ndarray:
+        """Send the rows of some arcs; return (2E,) when they arrive."""
+        size = float(rows.shape[1] * rows.element_size())
+        arrival = self.travel(index, np.where(going, size, 0.0), begin)
+        at = np.flatnonzero(going)
+        if len(at):
+            self._letters.append(_Letters(at, numbers[at], arrival[at], rows[torch.from_numpy(at)]))
+        return arrival
+
+    def _offer(self, index: int, arcs: Tensor, sending: np.ndarray, begin: np.ndarray) -> None:
+        """Announce rows; who is not fetching already asks for them as soon as it hears of them."""
+        state, latency = self._state, self._latencies(index)
+        if self._offers is None:
+            self._offers = arcs.clone()
+        self._offers[torch.from_numpy(sending)] = arcs[torch.from_numpy(sending)]
+        state["offered"] = np.where(sending, index, state["offered"])
+        idle = sending & np.isinf(state["request"])
+        asked = np.maximum(begin + latency, state["fetched"]) + latency
+        state["request"] = np.where(idle, asked, state["request"])
+
+    def _answer(self, index: int, until: np.ndarray) -> None:
+        """Send the newest rows to those whose requests have come in by then (2E,), before newer ones are offered."""
+        state, asked = self._state, self._state["request"] <= until
+        if self._offers is None or not asked.any():
+            return
+        arrival = self._post(index, asked, state["offered"], state["request"], self._offers)
+        state["fetched"] = np.where(asked, arrival, state["fetched"])
+        state["request"] = np.where(asked, np.inf, state["request"])
+
+    def _delivered(self, arcs: Tensor, active: np.ndarray, moment: float) -> tuple[Tensor, Tensor]:
+        """Return the newest messages that have arrived at the agents that step now."""
+        half, taken = len(self.owner) // 2, self._state["taken"]
+        received, came = torch.zeros_like(arcs), torch.zeros(len(arcs), 1, dtype=torch.bool, device=arcs.device)
+        waiting = []
+        for letters in self._letters:  # in the order in which they were sent
+            here = active[self.peer[letters.arcs]] & (letters.arrivals <= moment)
+            if not here.all():
+                waiting.append(letters.select(~here))
+            newer = letters.select(here & (letters.numbers > taken[letters.arcs]))
+            at = torch.from_numpy((newer.arcs + half) % (2 * half))  # the arcs of the receivers
+            received[at], came[at] = newer.rows, True
+            taken[newer.arcs] = newer.numbers
+        self._letters = waiting
+        return received, came
+
+    def end_turn(self, turn: Turn) -> int:
+        state, active = self._state, turn.active.numpy()
+        state["steps"] += active
+        state["ends"] = np.where(active, self._end(state["now"], turn.index + 1), state["ends"])
+        return int(state["steps"].min())
+
+    def buffers(self) -> dict[str, Tensor]:
+        known = super().buffers()
+        if self._letters:
+            arcs, numbers, arrivals, rows = zip(*self._letters)
+            known |= {"mail": torch.from_numpy(np.stack([np.concatenate(arcs), np.concatenate(numbers)]))}
+            known |= {"arrivals": torch.from_numpy(np.concatenate(arrivals)), "rows": torch.cat(rows)}
+            known["batches"] = torch.tensor([len(batch) for batch in arcs])
+        return known if self._offers is None else known | {"offers": self._offers}
+
+    def restore(self, buffers: Mapping[str, Tensor]) -> None:
+        super().restore(buffers)
+        if "rows" in buffers:
+            sizes = buffers["batches"].tolist()
+            parts = (*buffers["mail"], buffers["arrivals"], buffers["rows"])
+            batches = zip(*(part.split(sizes) for part in parts))
+            self._letters = [_Letters(a.numpy(), n.numpy(), t.numpy(), rows) for a, n, t, rows in batches]
+        self._offers = buffers.get("offers")
+
+
+class Mail(Memory):
+    """The transport of all agents of this process, by a clock."""
+
+    late = True
+
+    def __init__(self, timer: FreeTimer):
+        self._timer, self._index, self._exchanges = timer, -1, 0
+
+    def begin_round(self, index: int) -> None:
+        self._index, self._exchanges = index, 0
+
+    def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
+        if self._index >= 0:
+            raise self._refusal()
+        return rows
+
+    def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
+        self._exchanges += 1
+        if self._exchanges > 1:
+            raise self._refusal()
+        return self._timer.deliver(arcs, sends)
+
+    def _refusal(self) -> CadenError:
+        return CadenError(
+            'The mode "free" needs a method whose rounds are a single exchange over arcs (caden, radmm, lt_admm).'
+        )

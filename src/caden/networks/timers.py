@@ -1,0 +1,222 @@
+"""The times of a simulated run: each agent's own clock, who waited for whom, and what a deadline does.
+
+Gradients are charged when they are counted, messages by their counted size. An arc is a direction of an edge, numbered
+as in `core.Edges`: its owner sends, its peer receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from caden.draws import Draw
+from caden.graphs import Graph
+from caden.networks.clock import Clock, Values
+
+
+class Turn(NamedTuple):
+    """Who makes a step next, and which of its steps it is."""
+
+    index: int  # type: ignore[assignment]
+    active: Tensor  # (m,) bool
+
+
+class Times(NamedTuple):
+    """What came of the times: shares of the total that each agent computed, its steps, and who waited for whom."""
+
+    busy: np.ndarray  # (m,)
+    steps: np.ndarray  # (m,)
+    owner: np.ndarray  # (2E,) of each arc
+    peer: np.ndarray  # (2E,)
+    waited: np.ndarray  # (2E,) seconds that the peer waited for the owner
+
+
+class Timer:
+    """The times of a run in "wait" mode, and what the other modes share."""
+
+    may_sleep = False
+
+    def __init__(self, clock: Clock, graph: Graph, draw: Draw):
+        m, edges = graph.agents, len(graph.edges)
+        self.clock, self.agents = clock, m
+        self.compute = Values("compute", clock.compute, m, draw, "agent")
+        self.overhead = Values("overhead", clock.overhead, m, draw, "agent")
+        self._latency = Values("latency", clock.latency, edges, draw, "edge")
+        self._bandwidth = Values("bandwidth", clock.bandwidth, edges, draw, "edge")
+        self._up, self._down = (Values(n, getattr(clock, n), m, draw, "agent") for n in ("up", "down"))
+        first, second = graph.edges.T
+        self.owner, self.peer = np.concatenate([first, second]), np.concatenate([second, first])  # of each arc
+        # Set by the run: (m,) gradients so far, and local steps in a round.
+        self.gradients: Callable[[], np.ndarray] = lambda: np.zeros(m, np.int64)
+        self.planned: Callable[[int], np.ndarray] = lambda index: np.ones(m)
+        zero = np.zeros(m)
+        # Seconds: where each agent's own time stands, its computing time, and how long arcs were waited for.
+        self._state = {"now": zero.copy(), "busy": zero.copy(), "waited": np.zeros(len(self.owner))}
+        self._state |= {"charged": np.zeros(m, np.int64), "steps": np.zeros(m, np.int64)}
+        self._state |= {"up": zero.copy(), "down": zero.copy()}  # when an agent's own connection is free again
+
+    @property
+    def time(self) -> float:
+        """Simulated seconds since the start, until the last agent has done what was counted."""
+        owed = self.compute(self._index) * (self.gradients() - self._state["charged"])
+        return float((self._state["now"] + owed).max())
+
+    _index = 0
+
+    def columns(self) -> dict[str, float]:
+        """Return the columns of a history."""
+        time = self.time
+        idle = 1 - self._state["busy"] / time if time > 0 else np.zeros(self.agents)
+        return {"time": time, "idle": float(idle.mean()), "idle_most": float(idle.max())}
+
+    def times(self) -> Times:
+        """Return what came of the times so far."""
+        state = self._state
+        return Times(state["busy"] / max(self.time, 1e-300), state["steps"], self.owner, self.peer, state["waited"])
+
+    def charge(self, index: int) -> np.ndarray:
+        """Add the computing time of the gradients since the last call; return (m,) how many they were."""
+        self._index = index
+        total = self.gradients()
+        new = total - self._state["charged"]
+        self._state["charged"] = total.copy()
+        self._work(self.compute(index) * new)
+        return np.asarray(new)
+
+    def _work(self, seconds: np.ndarray) -> None:
+        """Let agents compute for (m,) seconds."""
+        self._state["busy"] += seconds
+        self._state["now"] += seconds
+
+    def _latencies(self, index: int) -> np.ndarray:
+        return np.concatenate([self._latency(index)] * 2)
+
+    def travel(self, index: int, sizes: np.ndarray, begin: np.ndarray) -> np.ndarray:
+        """Return (2E,) when messages of some bytes arrive that arcs send at `begin` (2E,); 0 bytes: never sent."""
+        sent = np.flatnonzero(sizes > 0)
+        seconds = self._latencies(index) + sizes / np.concatenate([self._bandwidth(index)] * 2)
+        leave = self._queue("up", self.owner, sent, begin, sizes, self._up(index))
+        arrival = np.full(len(sizes), -np.inf)
+        arrival[sent] = leave[sent] + seconds[sent]
+        return self._queue("down", self.peer, sent, arrival, sizes, self._down(index))
+
+    def _queue(
+        self, name: str, agent: np.ndarray, sent: np.ndarray, begin: np.ndarray, sizes: np.ndarray, rate: np.ndarray
+    ) -> np.ndarray:
+        """Return when messages have passed an agent's own connection, one after the other."""
+        if not np.isfinite(rate).any():
+            return begin
+        end, free = begin.copy(), self._state[name]
+        for arc in sent[np.argsort(begin[sent], kind="stable")]:
+            i = agent[arc]
+            end[arc] = free[i] = max(free[i], begin[arc]) + sizes[arc] / rate[i]
+        return end
+
+    def exchange(self, index: int, sizes: np.ndarray) -> None:
+        """Let messages of (2E,) bytes travel along the arcs, and everybody wait for theirs."""
+        self.charge(index)
+        now = self._state["now"]
+        begin = now[self.owner]
+        if self.clock.pull:  # who waits asks when it is told that there is something
+            latency = self._latencies(index)
+            begin = np.maximum(begin + latency, now[self.peer]) + latency
+        arrival = self.travel(index, sizes, begin)
+        latest = now.copy()
+        np.maximum.at(latest, self.peer, arrival)
+        last = np.flatnonzero((arrival == latest[self.peer]) & (latest > now)[self.peer])
+        _, first = np.unique(self.peer[last], return_index=True)  # of several that came last
+        self._state["waited"][last[first]] += (latest - now)[self.peer[last[first]]]
+        self._state["now"] = latest
+
+    def barrier(self, index: int, size: float, hops: int) -> None:
+        """Let everybody wait for everybody: messages of some bytes that travel some links, one after the other."""
+        self.charge(index)
+        trips = 3 if self.clock.pull else 1
+        way = float(np.max(trips * self._latency(index) + size / self._bandwidth(index)))
+        self._state["now"][:] = self._state["now"].max() + hops * way
+
+    def turn(self, index: int, active: Tensor) -> Turn:
+        """Return who takes part in the next step, given the schedule's (m,) `active`."""
+        self._work(self.overhead(index) * active.numpy())
+        return Turn(index, active)
+
+    def end_turn(self, turn: Turn) -> int:
+        """Note that the step is done, and return how many rounds are."""
+        self._state["steps"] += turn.active.numpy()
+        return turn.index + 1
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint must hold."""
+        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in self._state.items()}
+
+    def restore(self, buffers: Mapping[str, Tensor]) -> None:
+        """Restore the tensors that `buffers` returned."""
+        self._state = {name: buffers[name].numpy().copy() for name in self._state}
+
+
+class DeadlineTimer(Timer):
+    """Rounds of limited length: who is not ready at the end of one counts as asleep in it."""
+
+    may_sleep = True
+
+    def __init__(self, clock: Clock, graph: Graph, draw: Draw):
+        super().__init__(clock, graph, draw)
+        # Seconds of work left (negative: none), and gradients and seconds of each agent's last step (0: unknown).
+        self._state |= {"left": np.full(self.agents, -1.0), "expected": np.zeros(self.agents)}
+        self._state |= {"took": np.zeros(self.agents), "round": np.zeros(2)}  # length of the round, size of a message
+
+    @property
+    def time(self) -> float:
+        return float(self._state["now"].max())
+
+    def columns(self) -> dict[str, float]:
+        share = self._state["steps"] / max(self._index + 1, 1)
+        return super().columns() | {"participation": float(share.mean()), "participation_least": float(share.min())}
+
+    def _work(self, seconds: np.ndarray) -> None:
+        """Rounds pass by themselves."""
+        self._state["busy"] += seconds
+
+    def exchange(self, index: int, sizes: np.ndarray) -> None:
+        self._state["round"][1] = max(float(sizes.max(initial=0.0)), self._state["round"][1])
+
+    def barrier(self, index: int, size: float, hops: int) -> None:
+        """Costs nothing: the deadline covers it."""
+
+    def turn(self, index: int, active: Tensor) -> Turn:
+        state = self._state
+        begins = (state["left"] < 0) & active.numpy()
+        gradients = np.where(state["expected"] > 0, state["expected"], self.planned(index))
+        seconds = self.compute(index) * gradients + self.overhead(index) + self._way(index)
+        state["left"][begins] = seconds[begins]
+        working, spec = state["left"] >= 0, self.clock.deadline
+        known = np.where(state["took"] > 0, state["took"], seconds)
+        limit = float(np.quantile(known, spec["quantile"])) if isinstance(spec, Mapping) else float(spec or 0)
+        ready = working & (state["left"] <= limit * (1 + 1e-12))
+        state["round"][0] = float(state["left"][working].max()) if working.any() and ready[working].all() else limit
+        state["took"] = np.where(begins, seconds, state["took"])
+        return Turn(index, torch.from_numpy(ready))
+
+    def _way(self, index: int) -> np.ndarray:
+        """Return (m,) how long an agent's messages take, as if nothing else were on the way."""
+        state, sizes = self._state, np.full(len(self.owner), self._state["round"][1])
+        queues = state["up"], state["down"]
+        state["up"], state["down"] = np.zeros(self.agents), np.zeros(self.agents)
+        begin = 2 * self._latencies(index) if self.clock.pull else np.zeros(len(sizes))
+        way = np.zeros(self.agents)
+        np.maximum.at(way, self.owner, self.travel(index, sizes, begin))
+        state["up"], state["down"] = queues
+        return way
+
+    def end_turn(self, turn: Turn) -> int:
+        made, state, ready = self.charge(turn.index), self._state, turn.active.numpy()
+        self._work(self.overhead(turn.index) * ready)
+        length = state["round"][0]
+        state["now"] += length
+        state["expected"] = np.where(ready, made, state["expected"])
+        state["left"] = np.where(ready, -1.0, np.where(state["left"] >= 0, state["left"] - length, -1.0))
+        return super().end_turn(turn)
