@@ -21,33 +21,33 @@ import caden
 AGENTS, SEED = 3, 4
 
 
-def network():
-    """A CNN with dropout for the embedded digits."""
-    return caden.problems.cnn(1, 8, 10, hidden=16, dropout=0.2, seed=1)
+def network(data="digits"):
+    """A CNN with dropout for images of 8 x 8 or 28 x 28 pixels."""
+    return caden.problems.cnn(1, 8 if data == "digits" else 28, 10, hidden=16, dropout=0.2, seed=1)
 
 
-def digits(agents=AGENTS, batch_size=16):
+def images(agents=AGENTS, data="digits"):
     """The same problem for the simulator: its draws are those of `train`."""
-    train, test = caden.data.load("digits")
-    train = train[0][:600], train[1][:600]
-    options = {"agents": agents, "partition": "shards", "batch_size": batch_size, "seed": SEED}
-    return caden.problems.classification(network(), train, test, **options)
+    (x, y), test = caden.data.load(data)
+    size = 600 if data == "digits" else 6000
+    options = {"agents": agents, "partition": "shards", "batch_size": 16, "seed": SEED}
+    return caden.problems.classification(network(data), (x[:size], y[:size]), test, **options)
 
 
-def simulated(method, rounds, steps, agents=AGENTS, **options):
+def simulated(method, rounds, steps, agents=AGENTS, data="digits", **options):
     """The models of all agents after some rounds in the simulator."""
     graph = caden.graphs.exponential(agents)
     options = {"local_steps": steps, "deterministic": True, "seed": SEED, **options}
-    return caden.simulate(method, digits(agents), graph, rounds, **options).x
+    return caden.simulate(method, images(agents, data), graph, rounds, **options).x
 
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.01)
 
 
-def train(agent, model, optimizer, until, agents=AGENTS, after=None):
+def train(agent, model, optimizer, until, agents=AGENTS, after=None, data="digits"):
     """A loop of one's own: mini-batches and dropout masks by `caden.draws`, so that they can be repeated."""
-    shard = digits(agents).shards[agent.agent]
+    shard = images(agents, data).shards[agent.agent]
     while agent.steps < until and not agent.is_over:
         chosen = caden.draws.batch(SEED, agent.round, agent.step, agent.agent, shard.count, 16)
         inputs, targets = shard.read(chosen)
@@ -103,6 +103,16 @@ def networks():
         is_mean = torch.equal(flat(model), gathered(agent).mean(0))
         found[name] = [digest(gathered(agent)), int(agent.history["round"].iloc[-1]), is_mean]
     return found
+
+
+def fashion():
+    """A hash of the models of all ranks after some rounds on Fashion-MNIST."""
+    model = network("fashion_mnist")
+    optimizer = adamw(model.parameters())
+    agent = caden.Agent(model, optimizer, "caden", 5, mu_z=0.1, rounds=6, deterministic=True, seed=SEED)
+    train(agent, model, optimizer, until=10**6, data="fashion_mnist")
+    agent.finish()
+    return digest(gathered(agent))
 
 
 def crash():
@@ -390,7 +400,7 @@ def forgotten():
 
 
 def peer():
-    """A free-running peer with a loop of its own; if it was killed, it continues."""
+    """A peer with a loop of its own; if it was killed, it continues."""
     folder, number, kind, steps = Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5], int(sys.argv[6])
     model = line() if kind == "squares" else network()
     make = (lambda p: torch.optim.SGD(p, lr=0.3)) if kind == "squares" else adamw
@@ -404,6 +414,10 @@ def peer():
             time.sleep(0.002)
         agent.finish()
         found["error"] = float((flat(model) - solution).abs().max())
+    elif kind == "lockstep":
+        train(agent, model, optimizer, steps, after=lambda agent: time.sleep(0.02))
+        agent.finish()
+        found["row"] = digest(agent._recorder.run.state.x)
     else:
         train(agent, model, optimizer, steps, agents=6)
         agent.finish()

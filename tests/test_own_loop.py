@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import adapters
 import caden
 import own_loops
 from caden import launcher
@@ -66,6 +68,22 @@ def test_ranks_with_their_own_loops_end_in_the_bits_of_the_simulator(three_ranks
     transport = Overlapped(Memory()) if overlap else None
     x = own_loops.simulated(method, rounds, 3, transport=transport, **more)
     assert three_ranks["networks"][case] == [own_loops.digest(x), rounds, True]
+
+
+def require(data):
+    """Skip the test if a data set is neither here nor to be had."""
+    try:
+        caden.data.load(data)
+    except caden.CadenError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
+def test_ranks_on_fashion_mnist_end_in_the_bits_of_the_simulator(tmp_path):
+    require("fashion_mnist")
+    code, found = job("fashion", tmp_path, AGENTS)
+    x = own_loops.simulated(caden.methods.caden(mu_z=0.1, solver=ADAMW), 6, 5, data="fashion_mnist")
+    assert code == 0 and found == own_loops.digest(x)
 
 
 @two
@@ -183,28 +201,33 @@ def in_threads(agents, loop):
     return found
 
 
-def test_peers_in_lockstep_end_in_the_bits_of_the_simulator(tmp_path):
+def lockstep_fleet(folder, agents=4, rounds=4, steps=3):
+    """The file of a lockstep fleet; the loops bring their own problem."""
+    problem, method = {"name": "quadratic", "agents": agents, "dim": 2}, {"name": "caden", "mu_z": 0.1, "solver": ADAMW}
+    common = {"rounds": rounds, "local_steps": steps, "seed": SEED, "method": method}
+    fleet_file(folder, "lockstep", problem, {"name": "exponential"}, **common)
+
+
+@pytest.mark.parametrize("data", ["digits", pytest.param("fashion_mnist", marks=pytest.mark.slow)])
+def test_peers_in_lockstep_end_in_the_bits_of_the_simulator(tmp_path, data):
     """The same fleet file, simulated with `torch_optim`, gives the same numbers."""
-    problem = {"name": "quadratic", "agents": 4, "dim": 2}  # the loops bring their own
-    method = {"name": "caden", "mu_z": 0.1, "solver": ADAMW}
-    fleet_file(
-        tmp_path, "lockstep", problem, {"name": "exponential"}, rounds=4, local_steps=3, seed=SEED, method=method
-    )
+    require(data)
+    lockstep_fleet(tmp_path)
 
     def loop(i):
-        model = network()
+        model = network(data)
         optimizer = adamw(model.parameters())
         agent = caden.Agent(model, optimizer, fleet=tmp_path / "FLEET.toml", agent=i, directory=tmp_path / f"{i}")
-        own_loops.train(agent, model, optimizer, 5 if i == 0 else 10**6, agents=4)
+        own_loops.train(agent, model, optimizer, 5 if i == 0 else 10**6, agents=4, data=data)
         if i == 0:
             with pytest.raises(caden.CadenError, match="all agents make 4 rounds"):
                 agent.finish()
-            own_loops.train(agent, model, optimizer, 10**6, agents=4)
+            own_loops.train(agent, model, optimizer, 10**6, agents=4, data=data)
         agent.finish()
         return agent._recorder.run.state.x[0], flat(model)
 
     found = in_threads(4, loop)
-    x = own_loops.simulated(caden.methods.caden(mu_z=0.1, solver=ADAMW), 4, 3, agents=4)
+    x = own_loops.simulated(caden.methods.caden(mu_z=0.1, solver=ADAMW), 4, 3, agents=4, data=data)
     assert torch.equal(torch.stack([found[i][0] for i in range(4)]), x)
     for i in range(4):
         torch.testing.assert_close(found[i][1], x.mean(0))
@@ -302,28 +325,32 @@ def test_free_running_peers_with_other_models_do_not_mix():
 
 
 @pytest.mark.parametrize("kind", ["lightning", pytest.param("transformers", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:Agent 1 has heard nothing")  # while agent 0 imports its package
 def test_adapters_train_as_a_plain_loop_does(tmp_path, kind):
-    """The same batches, by Lightning or by the Trainer of Hugging Face: the same model."""
-    pytest.importorskip(kind)
-    models = {}
-    for name in ("plain", kind):
-        (tmp_path / name).mkdir()
-        common = {"rounds": 5, "local_steps": 3, "method": {"name": "caden", "mu_z": 0.1}, "deterministic": False}
-        fleet_file(
-            tmp_path / name, "lockstep", {"name": "quadratic", "agents": 2, "dim": 2}, {"name": "path"}, **common
-        )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    commands = [
-        [sys.executable, str(Path(SCRIPT).with_name("adapters.py")), name, tmp_path / name / "FLEET.toml", str(agent)]
-        for name in ("plain", kind)
-        for agent in (0, 1)
-    ]
-    peers = [subprocess.Popen([*command, tmp_path / command[2]], env=environment) for command in commands]
-    assert [peer.wait(100) for peer in peers] == [0] * 4
-    for name in ("plain", kind):
-        models[name] = [json.loads((tmp_path / name / f"{name}-{agent}.json").read_text()) for agent in (0, 1)]
-    for ours, theirs in zip(models["plain"], models[kind]):
-        for a, b in zip(ours, theirs):
+    """Agent 0 is trained by Lightning or by the Trainer of Hugging Face, with the same batches: the same models."""
+    if find_spec(kind) is None:
+        pytest.skip(f"{kind} is not installed")
+    common = {"rounds": 5, "local_steps": 3, "method": {"name": "caden", "mu_z": 0.1}, "deterministic": False}
+
+    def fleet(name):
+        folder = tmp_path / name
+        folder.mkdir()
+        problem, patient = {"name": "quadratic", "agents": 2, "dim": 2}, {"patience": 100.0}  # imports take long
+        fleet_file(folder, "lockstep", problem, {"name": "path"}, fleet=patient, **common)
+
+        def loop(agent):
+            if name == "plain" or agent == 1:
+                options = {"fleet": folder / "FLEET.toml", "agent": agent, "directory": folder / str(agent)}
+                return [p.tolist() for p in adapters.plain(options, agent).parameters()]
+            command = [sys.executable, adapters.__file__, kind, folder / "FLEET.toml", str(agent), folder]
+            subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True, timeout=100)
+            return json.loads((folder / f"{kind}-{agent}.json").read_text())
+
+        return in_threads(2, loop)
+
+    ours, theirs = fleet("plain"), fleet(kind)
+    for agent in (0, 1):
+        for a, b in zip(ours[agent], theirs[agent], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
@@ -331,6 +358,33 @@ def started(folder, agent, kind, steps):
     """A peer with a loop of its own, as a process."""
     command = [sys.executable, SCRIPT, "peer", str(folder / f"{agent}.json"), str(folder), str(agent), kind, str(steps)]
     return subprocess.Popen(command, env={**os.environ, "RANK": "0", "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.slow
+def test_a_lockstep_peer_that_is_killed_continues_to_the_same_bits(tmp_path):
+    lockstep_fleet(tmp_path, AGENTS, rounds=40)
+    peers = {agent: started(tmp_path, agent, "lockstep", 10**6) for agent in range(AGENTS)}
+    try:
+        assert until(lambda: rounds_of(tmp_path, 1) > 8, 120)
+        peers[1].kill()
+        peers[1].wait()
+        assert rounds_of(tmp_path, 1) < 40
+        peers[1] = started(tmp_path, 1, "lockstep", 10**6)
+        assert all(peer.wait(200) == 0 for peer in peers.values())
+    finally:
+        for peer in peers.values():
+            peer.kill()
+            peer.wait()
+    found = [json.loads((tmp_path / f"{agent}.json").read_text()) for agent in range(AGENTS)]
+    assert [peer["began"] > 0 for peer in found] == [False, True, False]
+    x = own_loops.simulated(caden.methods.caden(mu_z=0.1, solver=ADAMW), 40, 3)
+    assert [peer["row"] for peer in found] == [own_loops.digest(row) for row in x]
+
+
+def rounds_of(folder, agent):
+    """How many rows the history of a peer has so far."""
+    rows = folder / str(agent) / "metrics.csv"
+    return len(rows.read_text().splitlines()) if rows.exists() else 0
 
 
 def fleet_of_loops(folder, kind, steps, faults):
@@ -341,13 +395,9 @@ def fleet_of_loops(folder, kind, steps, faults):
     fleet_file(folder, "free", problem, **common, **ends)
     peers = {agent: started(folder, agent, kind, steps) for agent in range(6)}
 
-    def rounds(agent):
-        rows = folder / str(agent) / "metrics.csv"
-        return len(rows.read_text().splitlines()) if rows.exists() else 0
-
     try:
         if faults:
-            assert until(lambda: min(map(rounds, range(6))) > 20, 120)
+            assert until(lambda: min(rounds_of(folder, agent) for agent in range(6)) > 20, 120)
             for agent in (1, 4):
                 peers[agent].kill()
                 peers[agent].wait()

@@ -331,8 +331,8 @@ class Agent:
     def finish(self) -> None:
         """End the run, and load the mean of all agents' parameters into the model.
 
-        Under torchrun and in lockstep that is the mean of all; a free-running peer loads its own, which is everybody's
-        once the run has converged.
+        Under torchrun and in lockstep that is the mean of all; for a free-running peer, of those that finish within
+        `fleet.patience` seconds.
         """
         if self._finished:
             return
