@@ -256,7 +256,8 @@ class _Peer:
             return self.transport.mean(row, self.run.index)
         if self.fleet.clip is not None:  # others are not trusted
             return row
-        return self.link.mean_of_last_rows(self.transport.marked(row), end)[: len(row)]
+        mean: Tensor = self.link.mean_of_last_rows(self.transport.marked(row), end)[: len(row)]
+        return mean
 
     @property
     def _life(self) -> int:
