@@ -251,13 +251,12 @@ class _Peer:
 
     def _mean_of_all(self, end: float) -> Tensor:
         """Return the mean of all agents' models; of free-running ones, those that finish in time."""
-        row = self.run.state.x[0]
+        row: Tensor = self.run.state.x[0]
         if isinstance(self.transport, Lockstep):
             return self.transport.mean(row, self.run.index)
         if self.fleet.clip is not None:  # others are not trusted
             return row
-        mean: Tensor = self.link.mean_of_last_rows(self.transport.marked(row), end)[: len(row)]
-        return mean
+        return self.link.mean_of_last_rows(self.transport.marked(row), end)[: len(row)]
 
     @property
     def _life(self) -> int:
