@@ -128,7 +128,7 @@ def crash():
         if began == 0 and agent.steps == 11:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(agent, model, optimizer, until=12, after=die)
+    train(agent, model, optimizer, until=12, agents=agent.agents, after=die)
     agent.finish()
     return {"began": began, "model": digest(gathered(agent))}
 
