@@ -45,10 +45,10 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.01)
 
 
-def train(agent, model, optimizer, until, agents=AGENTS, after=None, data="digits"):
+def train(agent, model, optimizer, until, agents=AGENTS, after=None, data="digits", stop=lambda: False):
     """A loop of one's own: mini-batches and dropout masks by `caden.draws`, so that they can be repeated."""
     shard = images(agents, data).shards[agent.agent]
-    while agent.steps < until and not agent.is_over:
+    while agent.steps < until and not agent.is_over and not stop():
         chosen = caden.draws.batch(SEED, agent.round, agent.step, agent.agent, shard.count, 16)
         inputs, targets = shard.read(chosen)
         with caden.draws.randomness(SEED, agent.round, agent.step, agent.agent):
@@ -419,7 +419,7 @@ def peer():
         agent.finish()
         found["row"] = digest(agent._recorder.run.state.x)
     else:
-        train(agent, model, optimizer, steps, agents=6)
+        train(agent, model, optimizer, steps, agents=6, stop=(folder / "stop").exists)
         agent.finish()
         inputs, targets = caden.data.load("digits")[1]
         found["accuracy"] = float((model.eval()(inputs).argmax(1) == targets).double().mean())
