@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -9,14 +10,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-warnings.simplefilter("ignore")  # of the packages
+SEEDED = threading.Lock()  # agents may be threads of one process
 
 
 def model_and_data(agent):
-    torch.manual_seed(0)
-    model = nn.Linear(6, 3)
-    torch.manual_seed(10 + agent)
-    return model, torch.randn(40, 6), torch.randint(3, (40,))
+    with SEEDED:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        torch.manual_seed(10 + agent)
+        return model, torch.randn(40, 6), torch.randint(3, (40,))
 
 
 class Supervised(nn.Module):
@@ -36,7 +38,7 @@ def plain(options, agent):
 
     model, x, y = model_and_data(agent)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    member = caden.Agent(model, optimizer, **options)
+    member = caden.Agent(nn.ModuleDict({"model": model}), optimizer, **options)  # names as in the others
     for _ in range(3):
         for a in range(0, 40, 8):
             optimizer.zero_grad()
@@ -111,6 +113,7 @@ def by_transformers(options, agent):
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # of the packages
     kind, fleet, agent, out = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     options = {"fleet": fleet, "agent": agent, "directory": out / f"{kind}-{agent}"}
     trained = {"plain": plain, "lightning": by_lightning, "transformers": by_transformers}[kind](options, agent)

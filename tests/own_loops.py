@@ -1,5 +1,6 @@
 """Training loops of one's own for tests: what each agent runs, under torchrun or as a peer, and the same simulated."""
 
+import atexit
 import copy
 import hashlib
 import json
@@ -20,34 +21,34 @@ import caden
 AGENTS, SEED = 3, 4
 
 
-def network():
-    """A CNN with dropout for the embedded digits."""
-    return caden.problems.cnn(1, 8, 10, hidden=16, dropout=0.2, seed=1)
+def network(data="digits"):
+    """A CNN with dropout for images of 8 x 8 or 28 x 28 pixels."""
+    return caden.problems.cnn(1, 8 if data == "digits" else 28, 10, hidden=16, dropout=0.2, seed=1)
 
 
-def digits(agents=AGENTS, batch_size=16):
+def images(agents=AGENTS, data="digits"):
     """The same problem for the simulator: its draws are those of `train`."""
-    train, test = caden.data.load("digits")
-    train = train[0][:600], train[1][:600]
-    options = {"agents": agents, "partition": "shards", "batch_size": batch_size, "seed": SEED}
-    return caden.problems.classification(network(), train, test, **options)
+    (x, y), test = caden.data.load(data)
+    size = 600 if data == "digits" else 6000
+    options = {"agents": agents, "partition": "shards", "batch_size": 16, "seed": SEED}
+    return caden.problems.classification(network(data), (x[:size], y[:size]), test, **options)
 
 
-def simulated(method, rounds, steps, agents=AGENTS, **options):
+def simulated(method, rounds, steps, agents=AGENTS, data="digits", **options):
     """The models of all agents after some rounds in the simulator."""
     graph = caden.graphs.exponential(agents)
     options = {"local_steps": steps, "deterministic": True, "seed": SEED, **options}
-    return caden.simulate(method, digits(agents), graph, rounds, **options).x
+    return caden.simulate(method, images(agents, data), graph, rounds, **options).x
 
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.01)
 
 
-def train(agent, model, optimizer, until, agents=AGENTS, after=None):
+def train(agent, model, optimizer, until, agents=AGENTS, after=None, data="digits", stop=lambda: False):
     """A loop of one's own: mini-batches and dropout masks by `caden.draws`, so that they can be repeated."""
-    shard = digits(agents).shards[agent.agent]
-    while agent.steps < until and not agent.is_over:
+    shard = images(agents, data).shards[agent.agent]
+    while agent.steps < until and not agent.is_over and not stop():
         chosen = caden.draws.batch(SEED, agent.round, agent.step, agent.agent, shard.count, 16)
         inputs, targets = shard.read(chosen)
         with caden.draws.randomness(SEED, agent.round, agent.step, agent.agent):
@@ -104,39 +105,52 @@ def networks():
     return found
 
 
+def fashion():
+    """A hash of the models of all ranks after some rounds on Fashion-MNIST."""
+    model = network("fashion_mnist")
+    optimizer = adamw(model.parameters())
+    agent = caden.Agent(model, optimizer, "caden", 5, mu_z=0.1, rounds=6, deterministic=True, seed=SEED)
+    train(agent, model, optimizer, until=10**6, data="fashion_mnist")
+    agent.finish()
+    return digest(gathered(agent))
+
+
 def crash():
     """Die after some steps, or continue from what was saved then; a hash if it comes to the end."""
     directory = Path(sys.argv[3])
     model = network()
     optimizer = adamw(model.parameters())
-    options = {"mu_z": 0.1, "deterministic": True, "seed": SEED, "directory": directory, "checkpoint_every": 1}
+    options = {"mu_z": 0.1, "deterministic": True, "seed": SEED, "directory": directory, "checkpoint_every": 3}
     agent = caden.Agent(model, optimizer, "caden", 3, **options)
     began = agent.steps
 
     def die(agent):
-        if began == 0 and agent.steps == 8:
+        if began == 0 and agent.steps == 11:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(agent, model, optimizer, until=12, after=die)
+    train(agent, model, optimizer, until=12, agents=agent.agents, after=die)
     agent.finish()
     return {"began": began, "model": digest(gathered(agent))}
 
 
-def saved():
-    """The states of agent, model and optimizer are saved within a round, and loaded into new ones."""
+def saved(mu_z, at):
+    """The states of agent, model and optimizer are saved after `at` steps, and loaded into new ones."""
     found = {}
     for name in ("whole", "half"):
-        model = network()
-        optimizer = adamw(model.parameters())
-        agent = caden.Agent(model, optimizer, "caden", 3, mu_z=0.1, deterministic=True, seed=SEED)
-        if name == "half":
-            train(agent, model, optimizer, until=7)
-            kept = copy.deepcopy((agent.state_dict(), model.state_dict(), optimizer.state_dict()))
-            train(agent, model, optimizer, until=8)
-            agent.finish()
+
+        def begun():
             model = network()
             optimizer = adamw(model.parameters())
-            agent = caden.Agent(model, optimizer, "caden", 3, mu_z=0.1, deterministic=True, seed=SEED)
+            return caden.Agent(model, optimizer, "caden", 3, mu_z=mu_z, deterministic=True, seed=SEED), model, optimizer
+
+        agent, model, optimizer = begun()
+        if name == "half":
+            train(agent, model, optimizer, until=at)
+            kept = copy.deepcopy((agent.state_dict(), model.state_dict(), optimizer.state_dict()))
+            train(agent, model, optimizer, until=at + 1)
+            agent.finish()
+            agent, model, optimizer = begun()
+            found["from"] = agent.round
             model.load_state_dict(kept[1])
             optimizer.load_state_dict(kept[2])
             agent.load_state_dict(kept[0])
@@ -149,12 +163,13 @@ def saved():
 
 def three_ranks():
     """What needs three ranks."""
-    return {"networks": networks(), "saved": saved()}
+    return {"networks": networks(), "saved": saved(0.1, 7), "saved, auto": saved("auto", 7)}
 
 
 def two_ranks():
     """What two ranks can show."""
-    return {"full gradients": full_gradients(), "models": odd_models(), "mistakes": mistakes()}
+    found = {"full gradients": full_gradients(), "models": odd_models(), "mistakes": mistakes()}
+    return {**found, "forgotten": forgotten()}
 
 
 # Least squares: full gradients, and a minimiser that is known.
@@ -343,13 +358,18 @@ def mistakes():
     def broken(agent, model, optimizer):
         fit(agent, model, optimizer, (data[0] * torch.nan, data[1]), 4)
 
+    def scaled(agent, model, optimizer):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(data[0]).sum()).backward()
+        scaler.step(optimizer)
+
     attempt("nan", broken, mu_z=0.5)
     attempt("closure", lambda a, m, o: o.step(lambda: None), mu_z=0.5)
     attempt(
         "added", lambda a, m, o: (o.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}), o.step()), mu_z=1.0
     )
     attempt("late hook", lambda a, m, o: (o.register_step_pre_hook(lambda *_: None), o.step()), mu_z=0.5)
-    attempt("fused", lambda a, m, o: (setattr(o, "grad_scale", torch.ones(1)), o.step()), mu_z=0.5)
+    attempt("fused", scaled, make=lambda p: torch.optim.SGD(p, lr=0.05, fused=True), mu_z=0.5)
     attempt("models", lambda *_: None, model=line(bias=rank == 1), mu_z=0.5)
     attempt("graph", lambda *_: None, mu_z=0.5, graph=caden.graphs.ring(5))
     attempt("gradients", lambda *_: None, method="gt")
@@ -363,11 +383,24 @@ def mistakes():
     attempt("copies", lambda *_: None, overlap=True, messages={"bits": 4}, mu_z=0.5)
     attempt("sleep", lambda *_: None, method="kgt", participation=0.5, alpha=0.05)
     attempt("state", lambda a, m, o: a.state_dict())
+    attempt("scheduler", lambda a, m, o: (o.param_groups[0].update(lr=0.01), o.step()), method="kgt", alpha=0.05)
+    attempt("skip", lambda a, m, o: a.skip(), method="led", alpha=0.05)
     return found
 
 
+def forgotten():
+    """What is said at exit if `finish` was not called; nothing may come after this."""
+    model = line()
+    optimizer = sgd(model.parameters())
+    agent = caden.Agent(model, optimizer, "caden", 2, mu_z=0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        atexit._run_exitfuncs()
+    return [str(warning.message) for warning in caught if agent.agent == 0 and "finish" in str(warning.message)]
+
+
 def peer():
-    """A free-running peer with a loop of its own; if it was killed, it continues."""
+    """A peer with a loop of its own; if it was killed, it continues."""
     folder, number, kind, steps = Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5], int(sys.argv[6])
     model = line() if kind == "squares" else network()
     make = (lambda p: torch.optim.SGD(p, lr=0.3)) if kind == "squares" else adamw
@@ -381,8 +414,12 @@ def peer():
             time.sleep(0.002)
         agent.finish()
         found["error"] = float((flat(model) - solution).abs().max())
+    elif kind == "lockstep":
+        train(agent, model, optimizer, steps, after=lambda agent: time.sleep(0.02))
+        agent.finish()
+        found["row"] = digest(agent._recorder.run.state.x)
     else:
-        train(agent, model, optimizer, steps, agents=6)
+        train(agent, model, optimizer, steps, agents=6, stop=(folder / "stop").exists)
         agent.finish()
         inputs, targets = caden.data.load("digits")[1]
         found["accuracy"] = float((model.eval()(inputs).argmax(1) == targets).double().mean())

@@ -13,9 +13,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import ranks
 from caden import graphs, launcher, problems
+from caden.cli import app
 from caden.draws import Draw
 from caden.errors import CadenError
 from caden.networks import Memory, Network, cluster
@@ -106,11 +108,12 @@ SMALL = ["rounds=6", "problem.hidden=8", "problem.agents=6", "graph.name=ring", 
 SMALL += ["checkpoint_every=2"]
 
 
-def caden(*arguments, launcher=("-m", "caden")):
-    command = [sys.executable, *launcher, arguments[0]]
-    for setting in SMALL:
-        command += ["--set", setting]
-    command += arguments[1:]
+def arguments(name, *more):
+    return [name, *(part for setting in SMALL for part in ("--set", setting)), *more]
+
+
+def caden(*words):
+    command = [sys.executable, "-m", "caden", *arguments(*words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
 
@@ -122,6 +125,7 @@ def without_clock(folder):
     return [[v for k, v in zip(head, line.split(",")) if k not in drop] for line in lines]
 
 
+@pytest.mark.slow
 def test_the_command_with_processes_ends_in_the_same_bytes(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert caden("run", "--out", str(one)).returncode == 0
@@ -142,13 +146,14 @@ def test_the_command_with_processes_refuses_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "faults",
+    ("faults", "stages"),
     [
-        ["participation=0.5"],
+        (["participation=0.5"], ((4, 1), (8, 2))),
         *(
-            pytest.param(faults, marks=pytest.mark.slow)
+            pytest.param(faults, ((3, 3), (5, 1), (8, 2)), marks=pytest.mark.slow)
             for faults in (
                 [],
+                ["participation=0.5"],
                 ["method.name=radmm"],
                 ["participation=0.5", "messages.bits=3"],
                 ["method.name=gt", "messages.top=0.5", "messages.trigger=0.01"],
@@ -157,23 +162,28 @@ def test_the_command_with_processes_refuses_in_one_line(tmp_path):
     ],
     ids=str,
 )
-def test_a_run_can_be_resumed_by_any_number_of_processes(tmp_path, faults):
+def test_a_run_can_be_resumed_by_any_number_of_processes(tmp_path, faults, stages):
     """The parts of a checkpoint are dealt anew: 3 processes, then 1, then 2, end in the bytes of one run."""
     settings = [part for setting in ("rounds=8", *faults) for part in ("--set", setting)]
     whole, out = tmp_path / "whole", tmp_path / "parts"
-    assert caden("run", "--out", str(whole), *settings).returncode == 0
-    for rounds, processes in ((3, 3), (5, 1), (8, 2)):
-        text = (out / "config.toml").read_text() if out.exists() else ""
-        if text:
+    assert CliRunner().invoke(app, arguments("run", "--out", str(whole), *settings)).exit_code == 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for rounds, processes in stages:
+        command = arguments(
+            "run", *settings, "--set", f"rounds={rounds}", "--set", "checkpoint_every=1", "--out", str(out)
+        )
+        if out.exists():
+            text = (out / "config.toml").read_text()
             (out / "config.toml").write_text(re.sub(r"rounds = \d+", f"rounds = {rounds}", text))
             (out / "weights.safetensors").unlink()
-            command = [sys.executable, "-m", "caden", "resume", str(out), "--processes", str(processes)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
-        else:
-            first = [*settings, "--set", f"rounds={rounds}", "--set", "checkpoint_every=1"]
-            done = caden("run", "--out", str(out), "--processes", str(processes), *first)
+            command = ["resume", str(out)]
+        if processes == 1:
+            assert CliRunner().invoke(app, command).exit_code == 0
+            continue
+        command = [sys.executable, "-m", "caden", *command, "--processes", str(processes)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
         assert done.returncode == 0, done.stderr
+        assert done.stdout.count("rounds to 93%") == 1  # only the first rank speaks
     assert (out / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
     columns = ["communications", "bytes", "gradients", "relative_error", "dual_sum"]
     ours, theirs = (pd.read_csv(run / "metrics.csv")[columns] for run in (out, whole))

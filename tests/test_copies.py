@@ -97,21 +97,19 @@ NETWORKS = {
 }
 
 
+LESS = {"top": 0.05}, {"bits": 1}, {"top": 0.2, "bits": 2}, DECAYING, {**DECAYING, "bits": 4}
+FAST = {("reliable", False): LESS, ("lost and late", True): LESS[2::2]}  # by network and whether agents sleep
+
+
 @pytest.mark.parametrize(
-    ("network", "asleep"),
+    ("less", "network", "asleep"),
     [
-        ("reliable", False),
-        ("lost and late", True),
-        *(
-            pytest.param(network, asleep, marks=pytest.mark.slow)
-            for network in NETWORKS
-            for asleep in (False, True)
-            if (network, asleep) not in (("reliable", False), ("lost and late", True))
-        ),
+        pytest.param(less, network, asleep, marks=[] if less in FAST.get((network, asleep), ()) else [pytest.mark.slow])
+        for less in LESS
+        for network in NETWORKS
+        for asleep in (False, True)
     ],
-)
-@pytest.mark.parametrize(
-    "less", [{"top": 0.05}, {"bits": 1}, {"top": 0.2, "bits": 2}, DECAYING, {**DECAYING, "bits": 4}], ids=str
+    ids=str,
 )
 def test_caden_is_exact_with_fewer_bytes_over_any_network(setting, less, network, asleep):
     """Compression that makes the agent form diverge, also with losses and delays; the first row is not compressed."""

@@ -254,7 +254,7 @@ def test_one_solver_serves_problems_of_other_types_and_shapes():
 def test_the_limit_does_not_depend_on_the_start(make_method, awake):
     quadratic = problems.quadratic(agents=6, dim=3)
     method = make_method(solver="gd", start="anchor")
-    result = caden.simulate(method, quadratic, graphs.ring(6), 900, participation=awake)
+    result = caden.simulate(method, quadratic, graphs.ring(6), 900, participation=awake, record_every=900)
     assert float((result.x - quadratic.solution).abs().max()) < 1e-5
 
 
@@ -657,7 +657,7 @@ def test_caden_learns_where_gossip_does_not():
     adam = {"name": "torch_optim", "optimizer": "Adam", "lr": 0.01, "schedule": "cosine"}
     ends = {}
     for name, method in (("caden", methods.caden(0.1, solver=adam)), ("gossip", methods.dpsgd(solver=adam))):
-        result = caden.simulate(method, problem, graphs.ring(6), 30, participation=0.5, local_steps=5)
+        result = caden.simulate(method, problem, graphs.ring(6), 30, participation=0.5, local_steps=5, record_every=30)
         ends[name] = result.rows[-1]["accuracy"]
     assert ends["caden"] > ends["gossip"] + 0.15
 

@@ -861,7 +861,9 @@ class LyingLink(ZenohLink):
         super().publish(version, {j: row + 1e3 for j, row in rows.items()})
 
 
-@pytest.mark.parametrize(("method", "bounded"), [("clipped_gossip", True), ("radmm", False)])
+@pytest.mark.parametrize(
+    ("method", "bounded"), [("clipped_gossip", True), pytest.param("radmm", False, marks=pytest.mark.slow)]
+)
 def test_one_liar_of_six_moves_clipped_gossip_no_further_than_honest_agents_differ(tmp_path, method, bounded):
     parameters = {"clipped_gossip": {"alpha": 0.05, "faulty": 1}, "radmm": {"rho": 0.4}}[method]
     rounds = 120 if bounded else 30

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -323,17 +324,18 @@ def test_a_reader_never_sees_a_part(small, tmp_path):
 # One writer.
 
 
-def test_a_second_writer_is_refused_with_the_holders_number(tmp_path):
-    long = ["--set", "rounds=100000", "--set", "record_every=1000", "--set", "checkpoint_every=500"]
+def test_a_second_writer_is_refused_with_the_holders_number(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    long = ["--set", "rounds=100000", "--set", "record_every=100", "--set", "checkpoint_every=50"]
     command_line = [sys.executable, "-m", "caden", "run", *SMALL, *long, "--out", "here"]
     first = subprocess.Popen(command_line, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 60
         while not list((tmp_path / "here").glob("checkpoint.*")) and time.monotonic() < end:
             time.sleep(0.05)
-        second = command("resume", "here", cwd=tmp_path)
-        assert second.returncode == 2
-        assert f"in use by process {first.pid}" in second.stderr and second.stderr.count("\n") == 1
+        code, said = in_process(["resume", "here"], monkeypatch, capsys)
+        assert code == 2
+        assert f"in use by process {first.pid}" in said and said.count("\n") == 1
     finally:
         first.kill()
         first.wait()
@@ -404,15 +406,22 @@ CODE = 'def graph(agents, mark="called"):\n    import pathlib\n    pathlib.Path(
 CODE += "    import caden\n    return caden.graphs.ring(agents)\n"
 
 
-@pytest.fixture
-def hostile(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("evil.py").write_text(CODE + '\nimport pathlib\npathlib.Path("imported").write_text("x")\n')
-    evil = ["--set", "graph.name=evil.py:graph", "--set", "rounds=2", "--out", "run"]
-    code, err = in_process(["run", *SMALL, *evil], monkeypatch, capsys)
-    assert code == 0 and "running code from evil.py\n" in err
+@pytest.fixture(scope="module")
+def hostile_run(tmp_path_factory):
+    """A folder with a run whose graph is code, which has been executed once."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "evil.py").write_text(CODE + '\nimport pathlib\npathlib.Path("imported").write_text("x")\n')
+    done = command("run", *SMALL, "--set", "graph.name=evil.py:graph", "--set", "rounds=2", "--out", "run", cwd=folder)
+    assert done.returncode == 0 and "running code from evil.py\n" in done.stderr
     for mark in ("called", "imported"):
-        Path(mark).unlink()
+        (folder / mark).unlink()
+    return folder
+
+
+@pytest.fixture
+def hostile(hostile_run, tmp_path, monkeypatch, capsys):
+    shutil.copytree(hostile_run, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     endpoints = [f"tcp/127.0.0.1:{port}" for port in range(1, 6)]
     for path in (Path("run/fleet.toml"), Path("fleet/agent-0/config.toml")):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -513,7 +522,11 @@ def children(pid):
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGINT))],
+    ids=lambda n: n.name,
+)
 def test_no_rank_outlives_its_launcher(tmp_path, number):
     long = ["--set", "rounds=100000", "--set", "record_every=1000", "--set", "checkpoint_every=20"]
     job = subprocess.Popen(
@@ -590,9 +603,9 @@ def inline(table):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", [0, *(pytest.param(p, marks=pytest.mark.slow) for p in range(1, 20))])
 def test_odd_configurations_work_or_end_in_one_line(tmp_path, monkeypatch, capsys, part):
-    """25 here; `make test-all` runs nearly 1,000."""
+    """10 here; `make test-all` runs nearly 1,000."""
     monkeypatch.chdir(tmp_path)
-    for case in range(50 if part else 25):
+    for case in range(50 if part else 10):
         rng = random.Random(1000 * part + case)
         settings = [*SMALL, "--set", "rounds=2", "--set", f"method.name={rng.choice(list(caden.methods.METHODS))}"]
         for key in rng.sample(KEYS, rng.randint(1, 3)):
@@ -615,13 +628,13 @@ def test_odd_configurations_work_or_end_in_one_line(tmp_path, monkeypatch, capsy
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", [0, *(pytest.param(p, marks=pytest.mark.slow) for p in range(1, 10))])
 def test_damaged_run_directories_work_or_end_in_one_line(tmp_path, monkeypatch, capsys, part):
-    """25 here; `make test-all` runs nearly 500."""
+    """10 here; `make test-all` runs nearly 500."""
     monkeypatch.chdir(tmp_path)
     whole = ["run", *SMALL, "--set", "rounds=4", "--set", "checkpoint_every=1", "--out", "whole"]
     assert in_process(whole, monkeypatch, capsys)[0] == 0
     content = {path.name: path.read_bytes() for path in Path("whole").iterdir() if path.is_file()}
     odd = [b"", b"{}", b"[]", b"null", b"1", b"\xff\xfe", b'{"a": [1]}', b"round\n1\n", b"a,b\n1,2\n", b"rounds = 1\n"]
-    for case in range(50 if part else 25):
+    for case in range(50 if part else 10):
         rng = random.Random(5000 + 1000 * part + case)
         folder = Path(f"damaged-{case}")
         folder.mkdir()

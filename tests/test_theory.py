@@ -304,7 +304,7 @@ def check_predictor(draws, seed, length):
 
 
 def test_predicted_rate_is_measured():
-    check_predictor(2, seed=5, length=200)
+    check_predictor(1, seed=5, length=200)
 
 
 @pytest.mark.slow
@@ -312,28 +312,28 @@ def test_predicted_rate_is_measured_on_50_draws():
     check_predictor(50, seed=6, length=600)
 
 
-def test_sampled_rate_with_sleeping_agents_is_measured():
+@pytest.mark.parametrize("p", [0.7, pytest.param(0.4, marks=pytest.mark.slow)])
+def test_sampled_rate_with_sleeping_agents_is_measured(p):
     """Mean slope of the logarithm of |x| over runs with different sleepers."""
     rng = np.random.default_rng(8)
-    for p in (0.7, 0.4):
-        problem, graph, mu_z, _, _ = any_setting(rng)
-        H = problem.hessian.numpy()
-        rate = -np.log(theory.sampled_radius(H, graph, mu_z, mu_z, 0.6, p, rounds=6000))
-        rounds, slopes = int(25 / rate), []
-        for seed in range(12):
-            size = []
-            caden.simulate(
-                methods.caden(mu_z, relax=0.6, solver=exact()),
-                problem,
-                graph,
-                rounds,
-                participation=p,
-                seed=seed,
-                x0=torch.tensor(rng.normal(size=(problem.agents, problem.dim))),
-                callbacks=[lambda row, state, size=size: size.append(float(state.x.norm()))],
-            )
-            slopes.append(-np.polyfit(np.arange(rounds // 4, rounds), np.log(size[-(rounds - rounds // 4) :]), 1)[0])
-        assert np.mean(slopes) == pytest.approx(rate, rel=0.06)
+    problem, graph, mu_z, _, _ = any_setting(rng)
+    H = problem.hessian.numpy()
+    rate = -np.log(theory.sampled_radius(H, graph, mu_z, mu_z, 0.6, p, rounds=6000))
+    rounds, slopes = int(25 / rate), []
+    for seed in range(12):
+        size = []
+        caden.simulate(
+            methods.caden(mu_z, relax=0.6, solver=exact()),
+            problem,
+            graph,
+            rounds,
+            participation=p,
+            seed=seed,
+            x0=torch.tensor(rng.normal(size=(problem.agents, problem.dim))),
+            callbacks=[lambda row, state, size=size: size.append(float(state.x.norm()))],
+        )
+        slopes.append(-np.polyfit(np.arange(rounds // 4, rounds), np.log(size[-(rounds - rounds // 4) :]), 1)[0])
+    assert np.mean(slopes) == pytest.approx(rate, rel=0.06)
     everyone = theory.sampled_radius(H, graph, mu_z, mu_z, 0.5, 1.0, rounds=3000)
     assert np.log(everyone) == pytest.approx(np.log(theory.spectral_radius(H, graph, mu_z, mu_z)), rel=0.02)
 
@@ -378,7 +378,7 @@ def check_doctor(draws, seed):
 
 
 def test_doctor_refuses_exactly_what_diverges():
-    check_doctor(10, seed=9)
+    check_doctor(6, seed=9)
 
 
 @pytest.mark.slow
@@ -401,11 +401,12 @@ def test_doctor_names_a_value_that_works():
 def test_doctor_is_not_fooled_by_flat_directions_or_a_flat_start():
     """sum H_i singular: a double root at 1, which is not divergence. All gradients zero: nothing is known of L."""
     rng = np.random.default_rng(0)
-    for seed in range(8):
+    for seed in range(3):
         rows = rng.normal(size=(6, 5, 8)) * (np.arange(8) < 6)
         problem = problems.quadratics(np.einsum("mij,mik->mjk", rows, rows), np.zeros((6, 8)))
         x0 = torch.tensor(np.random.default_rng(seed).normal(size=(6, 8)))
-        result = caden.simulate(methods.caden(1.0, solver=exact()), problem, graphs.ring(6), 400, x0=x0)
+        method = methods.caden(1.0, solver=exact())
+        result = caden.simulate(method, problem, graphs.ring(6), 400, x0=x0, record_every=400)
         assert result.history.relative_error.iloc[-1] < 1e-9
     still = problems.quadratics([[[1.0]], [[2.0]]], [[0.0], [0.0]])
     assert caden.simulate(methods.caden(), still, graphs.path(2), 3).x.abs().max() == 0
@@ -470,15 +471,18 @@ def auto_over_best(case):
     return auto / best
 
 
-@pytest.mark.parametrize(
-    "cases", [("er", "star", "iid"), pytest.param(("ring", "skewed", "scaled"), marks=pytest.mark.slow)]
-)
+MORE_CASES = ("er", "star", "iid"), ("ring", "skewed", "scaled")
+
+
+@pytest.mark.parametrize("cases", [("er",), *(pytest.param(cases, marks=pytest.mark.slow) for cases in MORE_CASES)])
 def test_auto_is_near_the_best_of_the_grid_on_quadratics(cases):
     """A single draw may be unlucky: for 8 seeds the ratios are 0.8 to 1.66, their means over three cases up to 1.3."""
     ratios = [auto_over_best(case) for case in cases]
-    assert max(ratios) < 2 and np.exp(np.log(ratios).mean()) <= 1.5, ratios
+    assert max(ratios) < 2, ratios
+    assert len(cases) == 1 or np.exp(np.log(ratios).mean()) <= 1.5, ratios
 
 
+@pytest.mark.slow
 def test_auto_is_near_the_best_of_the_grid_on_logistic_regression():
     graph = graphs.erdos_renyi(10, edges=18, seed=1)
     ratios = [a / b for a, b in (near_best(problems.logistic(10, 5, l2=0.2, seed=s), graph) for s in range(2))]
@@ -507,7 +511,7 @@ def test_auto_counts_its_scalars_and_keeps_the_invariant(participation):
 
 def test_auto_under_loss_and_with_sleepers_does_not_diverge():
     problem, graph = problems.quadratic(10, 4, seed=3), graphs.ring(10)
-    caden.simulate(methods.caden(), problem, graph, 300, messages={"loss": 0.2}, record_every=100)
+    caden.simulate(methods.caden(), problem, graph, 100, messages={"loss": 0.2}, record_every=100)
     assert distance(methods.caden(), problem, graph, 900, 1e-7, participation=0.3) < 1e-6
 
 

@@ -39,7 +39,7 @@ from caden.networks.peers.certificates import link_errors
 from caden.networks.peers.fleet import Fleet
 from caden.networks.peers.link import ZenohLink
 from caden.networks.peers.transports import HEADER, Free, Link, Lockstep
-from caden.networks.peers.wire import AGREED, FINISHED
+from caden.networks.peers.wire import AGREED, FINISHED, SERVED
 
 ASK_WHY = 4.0  # seconds after which a peer finds out why it has not heard from a neighbour
 SYNC_EVERY = 1.0  # seconds between two checkpoints that are forced to disk; every step writes one
@@ -59,8 +59,8 @@ class Owner(Protocol):
     def introduce(self) -> None:
         """Called before a new run begins, when the link is there."""
 
-    def conclude(self) -> None:
-        """Called after the last round, while the link is still there."""
+    def conclude(self, mean: Tensor) -> None:
+        """Called after the last round, with the mean of the models of those present."""
 
 
 def prepare_peer(
@@ -217,6 +217,11 @@ class _Peer:
             if run.index % self.config.record_every == 0:
                 recorder.record()
             self._show_status("runs", every=0.25)
+        return self._end()
+
+    def _end(self) -> Result:
+        """Find the mean of all for the owner, stay while the neighbours need this peer, and write the result."""
+        run, link, recorder = self.run, self.link, self.recorder
         if isinstance(self.transport, Free):
             link.await_word(link.neighbours, ASK_WHY)  # it may have been resumed just now
         if (isinstance(self.transport, Free) or run.index == 0) and self.missing.look():
@@ -226,20 +231,32 @@ class _Peer:
                 f"Agent {self.agent} never heard from {self.missing.text()}, so it is not done: run the same command "
                 "to continue."
             )
-        if self.owner is not None:
-            self.owner.conclude()
+        end = time.monotonic() + self.fleet.patience
         agreed = self.fleet.mode == "free" and self.reason == "tolerance"
-        link.report_progress(run.index, self._life, self.calm, FINISHED | (AGREED if agreed else 0))
+        flags = FINISHED | (AGREED if agreed else 0)
+        link.report_progress(run.index, self._life, self.calm, flags)
+        if self.owner is not None:
+            self.owner.conclude(self._mean_of_all(end))
+            link.report_progress(run.index, self._life, self.calm, flags | SERVED)
         if recorder.rows[-1]["round"] != run.index:
             recorder.record()
         self._show_status("done")
-        link.linger(self.stop)
+        link.linger(self.stop, end, FINISHED if self.owner is None else SERVED)
         recorder.complete()
         assert recorder.run_dir is not None
         folder, target = recorder.run_dir.path, self.config.target
         result = Result(run.state.x, recorder.rows, run.problem.whole, target, folder, {}, self.reason)
         recorder.run_dir.finish(result, picture=False)
         return result
+
+    def _mean_of_all(self, end: float) -> Tensor:
+        """Return the mean of all agents' models; of free-running ones, those that finish in time."""
+        row: Tensor = self.run.state.x[0]
+        if isinstance(self.transport, Lockstep):
+            return self.transport.mean(row, self.run.index)
+        if self.fleet.clip is not None:  # others are not trusted
+            return row
+        return self.link.mean_of_last_rows(self.transport.marked(row), end)[: len(row)]
 
     @property
     def _life(self) -> int:

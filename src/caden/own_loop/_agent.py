@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,19 @@ from caden.errors import CadenError, require_choice
 from caden.experiments.config import Experiment, experiment
 from caden.experiments.peer import run_peer
 from caden.graphs import Graph, as_graph, exponential
-from caden.methods import CARDS, METHODS
+from caden.methods import METHODS
 from caden.networks import cluster
-from caden.networks.messages import Messages
 from caden.networks.peers.fleet import Fleet
 from caden.networks.peers.transports import Free, Lockstep
 from caden.networks.transport import Overlapped, Transport
 from caden.own_loop import _saved
 from caden.own_loop._loop import Handoff, OwnLoop, own_solver
 from caden.own_loop._parameters import Parameters
-from caden.own_loop._ranks import run_rank, state_of
+from caden.own_loop._ranks import WITH_SGD, Job, run_rank, state_of
 from caden.own_loop._steps import Every, Steps
 from caden.registry import make
 
 WITH_SOLVER = ("adapd", "caden", "dinno", "dpsgd", "fedadmm", "local", "radmm")
-WITH_SGD = ("kgt", "led")  # their duals are scaled by the step of their own gradient descent
 
 
 class Agent:
@@ -116,6 +115,7 @@ class Agent:
         self._result: Result | None = None
         self._mean: Tensor | None = None
         self._finished = self._warned = False
+        self._require_sgd: Callable[[], None] | None = None  # for methods whose duals are scaled by their own step
         self._parameters = Parameters(model, optimizer)
         self._count = _number_of_parameters(optimizer)
         if fleet is not None:
@@ -126,15 +126,18 @@ class Agent:
             given |= {name: True for name, is_set in changed.items() if is_set}
             work = self._join_fleet(Path(fleet), agent, every, given, directory)
         else:
-            conditions = {"participation": participation, "messages": messages}
+            if agent is not None:
+                raise CadenError("`agent` is for a fleet; under torchrun rank i is agent i.")
+            self._every = Every.parse(20 if every is None else every)
             spec = "caden" if method is None else method
             text = _configuration(spec, parameters, every, seed, participation, messages, overlap)
             resume = directory is not None and Path(directory).exists()
             if directory is not None and resume:
                 _require_same(Path(directory), text)
+            conditions = Conditions(participation, self._every.local_steps, messages)  # type: ignore[arg-type]
             saving = Saving(directory, resume, record_every, "auto", checkpoint_every, text, picture=False)
-            rest = (graph, conditions, saving, seed, rounds, overlap)
-            work = self._join_job(spec, parameters, 20 if every is None else every, agent, deterministic, *rest)
+            self._open.enter_context(deterministic_mode(deterministic))
+            work = self._join_job(Job(spec, parameters, graph, conditions, saving, seed, rounds, overlap))
         self._steps = Steps(self._parameters, self._handoff, self._every)
         self._handles = [*self._register()] if hooks else []
         atexit.register(self._remind)
@@ -147,46 +150,22 @@ class Agent:
 
     # Joining.
 
-    def _join_job(
-        self,
-        spec: str | Callable[..., Method],
-        parameters: dict[str, Any],
-        every: int | str,
-        agent: int | None,
-        deterministic: bool,
-        graph: Any,
-        conditions: dict[str, Any],
-        saving: Saving,
-        seed: int,
-        rounds: int | None,
-        overlap: bool,
-    ) -> Callable[[], None]:
+    def _join_job(self, job: Job) -> Callable[[], None]:
         """Prepare the run of a rank under torchrun, and return what its thread does."""
-        if agent is not None:
-            raise CadenError("`agent` is for a fleet; under torchrun rank i is agent i.")
-        self._every = Every.parse(every)
-        if overlap and Messages.from_spec(conditions["messages"]).shared_copies:
-            raise CadenError("`overlap` sends whole rows: remove compression and triggers from `messages`.")
-        if spec in WITH_SGD and conditions["participation"] != 1.0:
-            raise CadenError(f"{spec} needs all agents in every round here: remove `participation`.")
-        if overlap and not (callable(spec) or "delay" in CARDS.get(spec, CARDS["gt"]).survives):
-            raise CadenError(f"`overlap` needs a method that survives delay, such as `caden`, got {spec!r}.")
+        job.require_consistent()
         ranks: Transport = cluster.join(one_each=True)
-        transport = Overlapped(ranks) if overlap else ranks
-        self._open.enter_context(deterministic_mode(deterministic))
         self.agent, self.agents = ranks.rank, ranks.world
-        built = exponential(ranks.world) if graph is None else as_graph(graph)
-        if built.agents != ranks.world:
-            raise CadenError(f"The graph has {built.agents} agents, but the job has {ranks.world} processes.")
+        graph = exponential(ranks.world) if job.graph is None else as_graph(job.graph)
+        if graph.agents != ranks.world:
+            raise CadenError(f"The graph has {graph.agents} agents, but the job has {ranks.world} processes.")
         on_gpu = self._parameters.device.type == "cuda" and torch.distributed.get_backend() == "nccl"
         device = self._parameters.device if on_gpu else torch.device("cpu")
-        run_method, problem = self._build(spec, parameters, device)
+        method, problem = self._build(job.method, job.parameters, device)
         problem.agree = lambda values: ranks.reduce(values, "max")
-        setting = Conditions(conditions["participation"], self._every.local_steps, conditions["messages"])  # type: ignore[arg-type]
+        transport = Overlapped(ranks) if job.overlap else ranks
 
         def work() -> None:
-            arguments = (run_method, problem, built, transport, setting, saving, seed, rounds)
-            self._result = run_rank(*arguments, self.attach, self.introduce)
+            self._result = run_rank(job, method, problem, graph, transport, self)
 
         return work
 
@@ -232,7 +211,8 @@ class Agent:
         problem.save, problem.load = self._save, self._load
         solver = own_solver(self._handoff, problem, fresh=self._every != Every())
         if as_oracle:
-            _require_sgd(self._optimizer, str(spec), parameters, self._every)
+            self._require_sgd = partial(_require_sgd, self._optimizer, str(spec), parameters, self._every)
+            self._require_sgd()
         return _method(spec, parameters, None if as_oracle else solver), problem
 
     def attach(self, recorder: Recorder) -> None:
@@ -263,12 +243,9 @@ class Agent:
                 stacklevel=2,
             )
 
-    def conclude(self) -> None:
-        """Find the mean of all peers."""
-        if isinstance(self._transport, Lockstep):
-            assert self._recorder is not None
-            run = self._recorder.run
-            self._mean = self._transport.mean(run.state.x[0], run.index)
+    def conclude(self, mean: Tensor) -> None:
+        """Keep the mean of all peers for `finish`."""
+        self._mean = mean
 
     # The loop.
 
@@ -301,6 +278,8 @@ class Agent:
             )
         if _number_of_parameters(self._optimizer) != self._count:
             raise CadenError("Parameters were added or thawed after the agent was made: make the agent last.")
+        if self._require_sgd is not None:
+            self._require_sgd()  # a scheduler may have changed the step
         if self._steps.over and not self._warned and not self._finished:
             self._warned = True
             warnings.warn("The run has ended, so further steps are not exchanged: call `finish`.", stacklevel=4)
@@ -312,6 +291,8 @@ class Agent:
 
     def skip(self) -> None:
         """End this round now, with the steps made so far: the others do not wait for more."""
+        if self._require_sgd is not None:
+            raise CadenError("This method needs equally many steps in all rounds, so none can be skipped.")
         if self._steps.task is not None and self._steps.task.kind == "solve":
             self._steps.hand_in()
 
@@ -350,8 +331,8 @@ class Agent:
     def finish(self) -> None:
         """End the run, and load the mean of all agents' parameters into the model.
 
-        Under torchrun and in lockstep that is the mean of all; a free-running peer loads its own, which is everybody's
-        once the run has converged.
+        Under torchrun and in lockstep that is the mean of all; for a free-running peer, of those that finish within
+        `fleet.patience` seconds.
         """
         if self._finished:
             return
@@ -459,7 +440,7 @@ def _require_sgd(optimizer: Optimizer, method: str, parameters: dict[str, Any], 
     if type(optimizer) is not torch.optim.SGD or not plain:
         raise CadenError(
             f"{method} scales its duals by its own step: use torch.optim.SGD with `lr = alpha` ({alpha:g}), without "
-            "momentum and weight decay."
+            "momentum, weight decay and schedulers."
         )
     if every.steps is None:
         raise CadenError(f"{method} needs equally many steps in all rounds: `every` must be a number of steps.")

@@ -20,7 +20,7 @@ from caden.core import Info, LocalSolver, Objective, Problem, Solved
 from caden.engine.checkpoint import Part
 from caden.errors import CadenError, Diverged, LoopEnded, RunError
 from caden.methods._auto import curvature_of_steps
-from caden.own_loop._parameters import Parameters
+from caden.own_loop._parameters import Parameters, moved
 from caden.solvers._iterate import Memory
 
 Agree = Callable[[list[float]], list[float]]  # the largest of each number over all processes
@@ -136,7 +136,7 @@ class OwnLoop(Problem):
         self.decide(done)
         if done.ended:
             raise RunError("A training loop ended within a round, which this method needs in full.")
-        return x.new_full((1,), torch.nan), done.row.to(x.device)
+        return x.new_full((1,), torch.nan), moved(done.row, x.device)
 
     def known_curvature(self, x: Tensor) -> Tensor | None:
         """Let the loop make some steps, and compare its mean gradient with the way they led.
@@ -184,6 +184,6 @@ def own_solver(handoff: Handoff, problem: OwnLoop, fresh: bool = True) -> LocalS
         problem.decide(done)
         objective.problem.gradients += done.steps  # type: ignore[attr-defined]  # counted by the run
         steps = torch.full_like(work, done.steps)
-        return Solved(done.row.to(x.device), memory, Info(steps=steps, seen=x.new_full((1,), torch.nan)))
+        return Solved(moved(done.row, x.device), memory, Info(steps=steps, seen=x.new_full((1,), torch.nan)))
 
     return LocalSolver(init, solve, "own_loop", fresh=fresh)

@@ -14,6 +14,15 @@ from torch.optim import Optimizer
 from caden.errors import CadenError
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; between a GPU and the CPU it goes through pinned memory."""
+    if tensor.device.type == device.type:
+        return tensor
+    if device.type == "cpu":
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Parameters:
     """The trained parameters of a model, in the model's order; frozen ones are left alone.
 
@@ -61,7 +70,7 @@ class Parameters:
     @torch.no_grad()
     def write(self, row: Tensor) -> None:
         """Set the parameters to a row (1, d)."""
-        torch._foreach_copy_(self.tensors, self.views(row.to(self.device)))
+        torch._foreach_copy_(self.tensors, self.views(moved(row, self.device)))
 
     @torch.no_grad()
     def add_to_gradients(self, views: Sequence[Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,34 +14,51 @@ from caden.engine.options import Conditions, Saving
 from caden.engine.recorder import Recorder
 from caden.engine.simulate import begin, prepare, warn_outside
 from caden.errors import CadenError, Diverged, LoopEnded
+from caden.experiments.peer import Owner
 from caden.graphs import Graph
-from caden.methods import advice_for
+from caden.methods import CARDS, advice_for
+from caden.networks.messages import Messages
 from caden.networks.transport import Transport
 from caden.own_loop._loop import OwnLoop, Restored
 
+WITH_SGD = ("kgt", "led")  # their duals are scaled by the step of their own gradient descent
 
-def run_rank(
-    method: Method,
-    problem: OwnLoop,
-    graph: Graph,
-    transport: Transport,
-    conditions: Conditions,
-    saving: Saving,
-    seed: int,
-    rounds: int | None,
-    attach: Callable[[Recorder], None],
-    introduce: Callable[[], None],
-) -> Result:
+
+class Job(NamedTuple):
+    """What the agents of a job under torchrun run; see `Agent`."""
+
+    method: str | Callable[..., Method]
+    parameters: dict[str, Any]
+    graph: Any
+    conditions: Conditions
+    saving: Saving
+    seed: int
+    rounds: int | None
+    overlap: bool
+
+    def require_consistent(self) -> None:
+        """Refuse what cannot go together."""
+        method = self.method
+        if method in WITH_SGD and self.conditions.participation != 1.0:
+            raise CadenError(f"{method} needs all agents in every round here: remove `participation`.")
+        if self.overlap and Messages.from_spec(self.conditions.messages).shared_copies:
+            raise CadenError("`overlap` sends whole rows: remove compression and triggers from `messages`.")
+        if self.overlap and isinstance(method, str) and "delay" not in CARDS.get(method, CARDS["gt"]).survives:
+            raise CadenError(f"`overlap` needs a method that survives delay, such as `caden`, got {method!r}.")
+
+
+def run_rank(job: Job, method: Method, problem: OwnLoop, graph: Graph, transport: Transport, owner: Owner) -> Result:
     """Make rounds until a loop ends, or as many as planned."""
-    run, start = prepare(method, problem, graph, conditions, seed, transport)
+    saving, rounds = job.saving, job.rounds
+    run, start = prepare(method, problem, graph, job.conditions, job.seed, transport)
     run.rounds, run.record_every = rounds or 0, saving.record_every
     recorder = Recorder(run, saving.path)
-    attach(recorder)
+    owner.attach(recorder)
     if transport.rank == 0:
         warn_outside(run)
     with closing(recorder):
         try:
-            begin(run, recorder, start, None, saving, seed, introduce)
+            begin(run, recorder, start, None, saving, job.seed, owner.introduce)
         except LoopEnded:
             raise CadenError("The loop ended before its first round: make more steps, or `every` smaller.") from None
         except Restored as wanted:  # while `mu_z = "auto"` was being measured
@@ -60,10 +77,11 @@ def run_rank(
             problem.diverged = not bool(run.sound().all())  # the others learn it at the end of their next steps
             if run.index % saving.record_every == 0:
                 recorder.record()
-            if saving.path is not None and run.index % saving.checkpoint_every == 0:
+            if run.index % saving.checkpoint_every == 0:
                 recorder.save()
         if recorder.rows[-1]["round"] != run.index:
             recorder.record()
+        recorder.save()
         return recorder.finish(None, "loop" if run.problem.whole.ended else "rounds", picture=False)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from caden._tensor.rows import row_norms
 from caden.errors import CadenError, RunError, require_integer
 from caden.own_loop._loop import Done, Handoff, Task
-from caden.own_loop._parameters import Parameters
+from caden.own_loop._parameters import Parameters, moved
 from caden.schedules import auto
 from caden.solvers._iterate import accurate
 
@@ -80,9 +80,9 @@ class Steps:
             return
         self._old, self._new = parameters.row(), torch.empty(1, parameters.dim, dtype=parameters.dtype, device=device)
         if parameters.is_rounded:
-            self._lost = task.begin.to(device) - self._old
+            self._lost = moved(task.begin, device) - self._old
         if task.slope is not None:
-            self._slope = task.slope.to(device, copy=True)
+            self._slope = moved(task.slope, device).clone()
 
     @torch.no_grad()
     def before(self) -> None:
@@ -131,7 +131,7 @@ class Steps:
             return True
         assert task.rho is not None and task.accuracy is not None
         device = gradient.device
-        way, rho = self._old - task.begin.to(device), task.rho.to(device).squeeze(1)
+        way, rho = self._old - moved(task.begin, device), task.rho.to(device).squeeze(1)
         stops = accurate(gradient, self._slope, way, rho, self._first, task.accuracy, task.overshoot)
         return bool(stops)
 

@@ -34,6 +34,7 @@ from caden.networks.peers.wire import (
     CHUNK,
     DTYPES,
     FINISHED,
+    LAST,
     LIFE,
     LIVES,
     Entry,
@@ -452,15 +453,46 @@ class ZenohLink:
             silent = [self._progress_times[k] < oldest and k != self._agent for k in range(len(self.table))]
             return all(e.calm >= calm or e.flags & FINISHED or gone for e, gone in zip(self.table, silent))
 
-    def linger(self, stop: threading.Event) -> None:
-        """Stay while a neighbour that is present has not finished: it may still need this peer."""
-        end = time.monotonic() + self._fleet.patience
+    def mean_of_last_rows(self, row: Tensor, end: float) -> Tensor:
+        """Free-running peers only: return the mean of the last rows of this agent and of all that finish by `end`.
+
+        Rows pass from neighbour to neighbour. Agents that have made no progress for `forget` seconds are not waited
+        for. Rows with another end than `row`, the mark of a model, do not count.
+        """
+        with self._changed:
+            self._offers.last_rows[self._agent] = row
+        missing = {self._agent}
+        while missing and time.monotonic() < end and not self._stop.is_set():
+            for k in [k for k in self.finished() if k not in self._offers.last_rows]:
+                self._fetch_last_row(k)
+            recently = time.monotonic() - self._fleet.forget
+            with self._changed:
+                known = {k for k, entry in enumerate(self.table) if entry.version >= 0}
+                missing = {k for k in known - {*self._offers.last_rows} if self._progress_times[k] > recently}
+                if missing:
+                    self._changed.wait(BEAT)
+        rows = [last for _, last in sorted(self._offers.last_rows.items()) if last[-1] == row[-1]]
+        return torch.stack(rows).mean(0)
+
+    def _fetch_last_row(self, agent: int) -> None:
+        """Ask the agent itself for its last row, if it is a neighbour, or those that may have it."""
+        finished = self.finished()
+        for j in sorted(self.neighbours, key=lambda j: j != agent):
+            if j in finished and self.silent(j) < ASK:
+                fetched = self._fetch(j, LAST + agent, self._like)
+                if fetched is not None and fetched.row is not None:
+                    with self._changed:
+                        self._offers.last_rows[agent] = fetched.row
+                    return
+
+    def linger(self, stop: threading.Event, end: float, flag: int) -> None:
+        """Stay while a neighbour that is present lacks the flag: it may still need this peer."""
         while time.monotonic() < end and not stop.is_set():
             with self._changed:
                 needed = [
                     j
                     for j in self.neighbours
-                    if not self.table[j].flags & FINISHED and self.silent(j) < min(self._fleet.forget, 10.0)
+                    if not self.table[j].flags & flag and self.silent(j) < min(self._fleet.forget, 10.0)
                 ]
             if not needed:
                 break

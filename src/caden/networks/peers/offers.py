@@ -16,6 +16,7 @@ from torch import Tensor
 
 from caden.networks.codec import Codec
 from caden.networks.peers.transports import KEPT_ROUNDS, LANES
+from caden.networks.peers.wire import LAST
 
 
 class Offer(NamedTuple):
@@ -45,6 +46,7 @@ class Offers:
     def __init__(self, free: bool, codec: Codec | None, dim: int):
         self._free, self._codec, self._dim = free, codec, dim
         self._rows: dict[int, dict[int, Tensor]] = {}  # version -> neighbour -> row
+        self.last_rows: dict[int, Tensor] = {}  # of agents that have finished, this one and others
         self._answers: dict[int, Offer] = {}  # the last answer to each neighbour, which may fetch it in pieces
         self._copies: dict[int, dict[int, Tensor]] = {}  # neighbour -> version -> what it has of that, if it has it
 
@@ -73,6 +75,8 @@ class Offers:
 
     def answer(self, neighbour: int, version: int, base: int, offset: int) -> Offer | None:
         """Return what a neighbour that has version `base` gets for `version`, or for the newest one if that is -1."""
+        if version >= LAST:
+            return _whole(version, self.last_rows.get(version - LAST))
         last = self._answers.get(neighbour)
         if version >= 0:
             if offset and last is not None and (last.version, last.base) == (version, base):

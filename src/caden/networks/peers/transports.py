@@ -225,7 +225,7 @@ class Free(Transport):
         self._known |= {"versions": versions, "members": members}
         return new_rows
 
-    def _marked(self, row: Tensor) -> Tensor:
+    def marked(self, row: Tensor) -> Tensor:
         """Return a row in the length of all messages, with the mark at its end."""
         padded = _padded(row, self._dim + HEADER - len(row))
         padded[-1] = self.mark
@@ -235,7 +235,7 @@ class Free(Transport):
         if self._index >= 0:
             raise self._refusal()
         if not self.quiet:
-            self._link.publish(0, dict.fromkeys(self.neighbours, self._marked(rows[0])))
+            self._link.publish(0, dict.fromkeys(self.neighbours, self.marked(rows[0])))
         known = rows.expand(len(self._layout.rows), -1).clone()  # its own row stands in for unheard peers
         for j, row in self._take_new_rows().items():
             known[1 + self.neighbours.index(j)] = row[: rows.shape[1]]
@@ -247,7 +247,7 @@ class Free(Transport):
             raise self._refusal()
         self._known["life"] = torch.tensor(self._link.life(self._index, self.life))
         version, width = self.life * LIFE + self._index + 1, arcs.shape[1]
-        self._link.publish(version, {j: self._marked(arcs[a]) for j, a in self._arc.items() if bool(sends[a])})
+        self._link.publish(version, {j: self.marked(arcs[a]) for j, a in self._arc.items() if bool(sends[a])})
         received = torch.zeros_like(arcs)
         arrived = torch.zeros(len(arcs), 1, dtype=torch.bool, device=arcs.device)
         for j, row in self._take_new_rows().items():

@@ -16,7 +16,8 @@ FORMAT = 3  # of messages; caden 0.1 spoke format 1, without lives; format 2 had
 CHUNK = 1 << 20  # bytes of a row per reply
 LIFE = 1 << 40  # versions of one life
 LIVES = 1 << 20  # a larger number of lives is a lie
-FINISHED, AGREED = 1, 2
+LAST = LIVES * LIFE  # as a version: the last row of agent 0; that of agent k is LAST + k
+FINISHED, AGREED, SERVED = 1, 2, 4  # makes no more steps; found that all are calm; needs no more rows
 
 _MAGIC = b"cdn"
 _ROW = struct.Struct("<4sBxHqqQQI8s")  # magic, dtype, sender, version, base, all bytes, offset, bytes here, checksum
