@@ -18,6 +18,7 @@ import heapq
 import json
 import os
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -37,6 +38,7 @@ AGENTS, SLOW = 6, 5  # agent 5 is the slow one
 NETWORK = "10.77.1"
 TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 ONE, TWO = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+MEMORY = Path("/dev/shm")  # six peers that write to one disk would wait for each other
 
 
 def run(*words: str) -> None:
@@ -51,8 +53,7 @@ def missing() -> str:
         return "/dev/net/tun is missing"
     if not (ONE / "cpu.cfs_quota_us").parent.is_dir() and not (TWO / "cgroup.controllers").exists():
         return "there are no control groups for processors"
-    tools = [tool for tool in ("ip", "tc") if subprocess.run(["which", tool], capture_output=True).returncode]
-    return f"{tools[0]} is missing" if tools else ""
+    return next((f"{tool} is missing" for tool in ("ip", "tc") if shutil.which(tool) is None), "")
 
 
 def open_device(namespace: str) -> int:
@@ -133,9 +134,11 @@ def processors(shares: list[float]) -> Iterator[list[Path]]:
             period = int(1000 / share)
             if unified:
                 (group / "cpu.max").write_text(f"1000 {period}")
+                (group / "cpu.weight").write_text("10000")  # whatever else runs on this machine
             else:
                 (group / "cpu.cfs_period_us").write_text(str(period))
                 (group / "cpu.cfs_quota_us").write_text("1000")
+                (group / "cpu.shares").write_text("100000")
         yield [group / "cgroup.procs" for group in groups]
     finally:
         for group in groups:
@@ -143,12 +146,24 @@ def processors(shares: list[float]) -> Iterator[list[Path]]:
                 group.rmdir()
 
 
-# Imports take seconds on a fast processor, and minutes on a slow one: they come before the limit.
+# Starting takes seconds on a fast processor, and minutes on a slow one. So the limit comes after it, and a peer notes
+# when it has begun.
 LIMITED = """
-import os, sys
-import sklearn.datasets, zenoh
-import caden.cli.show, caden.experiments.calibrate, caden.experiments.peer
-open(sys.argv[1], "w").write(str(os.getpid()))
+import os, sys, time
+import sklearn.datasets, torch._inductor, zenoh
+import caden.cli.show, caden.experiments.calibrate
+from caden.experiments.peer import _Peer
+
+group, begin = int(sys.argv[1]), _Peer._begin
+
+def limited(peer):
+    os.write(group, b"0")
+    begin(peer)
+    (peer.log.parent / "began").write_text(str(time.time()))
+
+_Peer._begin = limited
+if sys.argv[2] == "clock":
+    os.write(group, b"0")
 sys.argv = ["caden", *sys.argv[2:]]
 caden.cli.main()
 """
@@ -156,10 +171,12 @@ caden.cli.main()
 
 def start(host: str, group: Path, log: Path, *words: str) -> subprocess.Popen[str]:
     """Start a caden command on a host, with the host's share of a processor; what it says goes into a file."""
-    command = ["ip", "netns", "exec", host, sys.executable, "-c", LIMITED, str(group), *words]
-    with log.open("w") as file:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(log.parent)}
+    with log.open("w") as errors, group.open("w") as joined:  # opened here: the host has another view of /sys
+        number = joined.fileno()
+        command = ["ip", "netns", "exec", host, sys.executable, "-c", LIMITED, str(number), *words]
         return subprocess.Popen(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE, stderr=file
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=errors, pass_fds=[number]
         )
 
 
@@ -210,13 +227,15 @@ def predict(file: Path, mode: str, clock: dict[str, object], target: float) -> f
 
 
 def measured(folder: Path, mode: str, target: float) -> float:
-    """Return when the mean accuracy reached the target, as seen whenever the slowest agent had made a step."""
-    tables = [pd.read_csv(folder / f"agent-{i}" / "metrics.csv") for i in range(AGENTS)]
-    slowest = tables[int(np.argmin([len(t) for t in tables]))] if mode == "free" else tables[SLOW]
-    for number, moment in zip(slowest["round"], slowest["seconds"]):
+    """Return when the mean accuracy reached the target, as seen whenever the slow agent had made a step."""
+    folders = [folder / f"agent-{i}" for i in range(AGENTS)]
+    began = [float((f / "began").read_text()) for f in folders]
+    tables = [pd.read_csv(f / "metrics.csv") for f in folders]
+    for table, start in zip(tables, began):
+        table["seconds"] += start - max(began)
+    for number, moment in zip(tables[SLOW]["round"], tables[SLOW]["seconds"]):
         if mode == "lockstep":
             rows = [t[t["round"] == number].iloc[0] for t in tables if (t["round"] == number).any()]
-            moment = max(row["seconds"] for row in rows)
         else:
             rows = [t[t["seconds"] <= moment].iloc[-1] for t in tables]
         if len(rows) == AGENTS and np.mean([row["accuracy"] for row in rows]) >= target:
@@ -235,7 +254,7 @@ def run_fleet(names: list[str], groups: list[Path], file: Path, mode: str, targe
     try:
         while np.isnan(took) and time.monotonic() < end and any(p.poll() is None for p in peers):
             time.sleep(1)
-            if all((folder / f"agent-{i}" / "metrics.csv").exists() for i in range(AGENTS)):
+            if all((folder / f"agent-{i}" / "began").exists() for i in range(AGENTS)):
                 took = measured(folder, mode, target)
     finally:
         for peer in peers:
@@ -264,7 +283,7 @@ def main() -> int:
     shares = [options.shares[i == SLOW] for i in range(AGENTS)]
     worst = 0.0
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder,
         hosts(options.rate, options.latency) as names,
         processors(shares) as groups,
     ):

@@ -1,7 +1,8 @@
 """Measure a machine and a link, for the simulator's clock.
 
-A machine: one agent of an experiment makes its steps as a peer does, with checkpoints and metrics, but its neighbours
-are an echo. So gradients take as long as they do in a fleet, and the rest of a step is known, too.
+A machine: one agent of an experiment makes its steps as a peer does, with checkpoints and metrics. Its neighbours are
+an echo first, and then live in the same process and talk to it over real links on this machine. They do as much for
+these links as the agent does, so half of the difference is what the links cost it.
 
 A link: `answer` listens on one machine, and `measure_link` on another asks it for some bytes over TCP, one connection
 for all. Half of the shortest round trip is the latency.
@@ -9,16 +10,19 @@ for all. Half of the shortest round trip is the latency.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
+import torch
 from torch import Tensor
 
 from caden import schedules
@@ -31,6 +35,8 @@ from caden.engine.run import Run
 from caden.engine.simulate import prepare
 from caden.errors import CadenError, RunError, require_integer
 from caden.experiments.config import Experiment
+from caden.graphs import star
+from caden.networks.peers.fleet import FORMAT, Fleet, free_ports
 from caden.networks.peers.transports import Lockstep, Received
 
 LARGEST = 1 << 26  # bytes that one request may ask for
@@ -73,6 +79,46 @@ class _Echo:
     def read(self, step: int) -> dict[int, Received]:
         return {}
 
+    def buffers(self) -> dict[str, Tensor]:
+        return {}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class _Neighbours(_Echo):
+    """The same over real links on this machine: an agent in the middle of a star, and its neighbours around it."""
+
+    def __init__(self, neighbours: list[int], like: Tensor):
+        from caden.networks.peers.link import ZenohLink
+
+        super().__init__()
+        count = len(neighbours) + 1
+        endpoints = [f"tcp/127.0.0.1:{port}" for port in free_ports(count)]
+        fleet = Fleet(format=FORMAT, name=f"measure-{secrets.token_hex(3)}", mode="lockstep", endpoints=endpoints)
+        self._ends = {j: number for number, j in enumerate(neighbours, 1)}
+        self._links = [ZenohLink(fleet, star(count), number, like) for number in range(count)]
+        self._waiters = ThreadPoolExecutor(len(neighbours) or 1)
+
+    def publish(self, version: int, rows: Mapping[int, Tensor]) -> None:
+        middle, *around = self._links
+        middle.publish(version, {self._ends[j]: row for j, row in rows.items()})
+        for j, row in rows.items():
+            link = around[self._ends[j] - 1]
+            link.publish(version, {0: row})
+            self._waiters.submit(link.wait, 0, version, row)
+
+    def wait(self, neighbour: int, version: int, like: Tensor) -> Tensor:
+        return self._links[0].wait(self._ends[neighbour], version, like)
+
+    def buffers(self) -> dict[str, Tensor]:
+        return self._links[0].buffers()
+
+    def close(self) -> None:
+        self._waiters.shutdown()
+        for link in self._links:
+            link.close()
+
 
 def measure_machine(config: Experiment, agent: int = 0, steps: int = 20) -> Machine:
     """Time the steps of one agent on this machine."""
@@ -83,28 +129,40 @@ def measure_machine(config: Experiment, agent: int = 0, steps: int = 20) -> Mach
             raise CadenError(f"`agent` must lie in 0..{graph.agents - 1}, got {agent}.")
         return [agent]
 
-    method, problem, graph = config.build(hosted)
+    built = config.build(hosted)
+    alone = _measure_steps(config, agent, steps, built, _Echo())
+    try:
+        _, problem, graph = built
+        like, neighbours = torch.empty(problem.dim, dtype=problem.dtype), graph.neighbours(agent)
+        linked = _measure_steps(config, agent, steps, built, _Neighbours(neighbours, like))
+    except ImportError:  # without the extra "peers" there are no links
+        linked = alone
+    return Machine(alone.compute, max((alone.overhead + linked.overhead) / 2, 0.0))
+
+
+def _measure_steps(config: Experiment, agent: int, steps: int, built: Any, link: _Echo) -> Machine:
+    method, problem, graph = built
     conditions = Conditions(schedules.from_spec(config.participation), config.workload, config.messages)
-    run, start = prepare(method, problem, graph, conditions, config.seed, Lockstep(agent, _Echo()))
+    run, start = prepare(method, problem, graph, conditions, config.seed, Lockstep(agent, link))
     run.rounds = steps + 1
-    with tempfile.TemporaryDirectory() as folder, deterministic_mode(config.deterministic):
+    with tempfile.TemporaryDirectory() as folder, deterministic_mode(config.deterministic), closing(link):
         recorder = Recorder(run, Path(folder) / "run", _row)
         with closing(recorder):
             run.begin(start)
             recorder.create("", config.seed)
-            measured = [_step(run, recorder, config.record_every) for _ in range(steps + 1)]
+            measured = [_step(run, recorder, config.record_every, link) for _ in range(steps + 1)]
     measured = [m for m in measured[1:] if m[0]]  # not the first, which prepares; not those asleep
     if not measured:
         raise CadenError("The agent slept through all steps: raise `participation` or `--steps`.")
     gradients, seconds, total = (sum(values) for values in zip(*measured))
-    return Machine(seconds / gradients, max(total - seconds, 0.0) / len(measured))
+    return Machine(seconds / gradients, (total - seconds) / len(measured))
 
 
-def _step(run: Run, recorder: Recorder, record_every: int) -> tuple[int, float, float]:
+def _step(run: Run, recorder: Recorder, record_every: int, link: _Echo) -> tuple[int, float, float]:
     """Make a step as a peer does; return its gradients, their seconds, and all seconds."""
     before, began = (run.problem.gradients, run.problem.seconds), time.perf_counter()
     run.step()
-    recorder.save(sync=False)
+    recorder.save(link.buffers(), sync=False)
     if run.index % record_every == 0:
         recorder.record()
     total = time.perf_counter() - began
