@@ -6,9 +6,12 @@ Default parameters are starting points for networks like the embedded digits net
 from caden.methods._accelerated import accelerated as accelerated
 from caden.methods._adapd import adapd as adapd
 from caden.methods._admm_edges import admm_edges as admm_edges
+from caden.methods._atg import atg as atg
 from caden.methods._c2eden import c2eden as c2eden
 from caden.methods._caden import caden as caden
 from caden.methods._caden import caden_gd as caden_gd
+from caden.methods._choco import beer as beer
+from caden.methods._choco import choco as choco
 from caden.methods._clipped_gossip import clipped_gossip as clipped_gossip
 from caden.methods._dgd import dgd as dgd
 from caden.methods._dinno import dinno as dinno
@@ -28,12 +31,14 @@ from caden.methods._fedadmm import fedadmm as fedadmm
 from caden.methods._fedavg import fedavg as fedavg
 from caden.methods._gt import diging as diging
 from caden.methods._gt import gt as gt
+from caden.methods._gt_adam import gt_adam as gt_adam
 from caden.methods._gt_lbfgs import gt_lbfgs as gt_lbfgs
 from caden.methods._kgt import kgt as kgt
 from caden.methods._led import led as led
 from caden.methods._lt_admm import lt_admm as lt_admm
 from caden.methods._newton_tracking import newton_tracking as newton_tracking
 from caden.methods._proxskip import proxskip as proxskip
+from caden.methods._qg_dsgdm import qg_dsgdm as qg_dsgdm
 from caden.methods._radmm import radmm as radmm
 from caden.methods._registry import CARDS as CARDS
 from caden.methods._registry import CONDITIONS as CONDITIONS
