@@ -26,6 +26,7 @@ from torch import Tensor
 from caden.core import Info, Method, Round
 from caden.errors import CadenError, require_number, require_positive
 from caden.methods._first_order import awake, refresh
+from caden.methods._gossip import damped_mix
 from caden.methods._registry import BROADCAST, STEP, register
 
 _SPACE = {"alpha": STEP, "gamma": [0.1, 0.3, 0.9]}
@@ -48,11 +49,6 @@ def _require(alpha: float, gamma: float) -> None:
     require_positive("alpha", alpha)
     if not 0 < require_number("gamma", gamma) <= 1:
         raise CadenError(f"`gamma` must lie in (0, 1], got {gamma}.")
-
-
-def _gossip(rows: Tensor, gamma: float, round: Round) -> Tensor:
-    """Return rows + gamma (W known - known), `known` being what all know of the rows after they are sent."""
-    return rows + gamma * (round.broadcast(rows).mix() - rows)
 
 
 @register({"alpha": 0.1, "gamma": 0.5}, space=_SPACE)
@@ -78,7 +74,7 @@ def choco(alpha: float = 0.3, gamma: float = 0.5) -> Method:
         return ChocoState(x, *round.problem.value_and_grad(x))
 
     def step(state: ChocoState, round: Round) -> tuple[ChocoState, Info]:
-        x = _gossip(state.x - alpha * state.gradient * round.active, gamma, round)
+        x = damped_mix(round, state.x - alpha * state.gradient * round.active, gamma)
         value, gradient = refresh(round, x, state.value, state.gradient)
         return ChocoState(x, value, gradient), Info(value, gradient)
 
@@ -109,9 +105,9 @@ def beer(alpha: float = 0.3, gamma: float = 0.5) -> Method:
         return BeerState(x, gradient, value, gradient)
 
     def step(state: BeerState, round: Round) -> tuple[BeerState, Info]:
-        x = _gossip(state.x, gamma, round) - alpha * state.tracker * round.active
+        x = damped_mix(round, state.x, gamma) - alpha * state.tracker * round.active
         value, gradient = refresh(round, x, state.value, state.gradient)
-        tracker = _gossip(state.tracker, gamma, round) + gradient - state.gradient
+        tracker = damped_mix(round, state.tracker, gamma) + gradient - state.gradient
         return BeerState(x, awake(round, tracker, state.tracker), value, gradient), Info(value, gradient)
 
     return Method(init, step, "beer")
