@@ -13,6 +13,7 @@ import oracles_rivals as rivals
 from caden import methods
 from caden.draws import Draw, batch
 from caden.methods import _normalised_tracking
+from caden.networks.transport import Memory, Overlapped
 from conftest import masks
 from test_methods import ROUNDS, STEPS, assert_rows, curvature, iterates
 
@@ -241,6 +242,13 @@ def test_atg_tracks_the_means_in_the_limit(setting):
     assert (state.x - problem.solution).norm(dim=1).max() < 1e-8
 
 
+def test_two_exchanges_per_round_cannot_travel_in_the_background(setting):
+    """The second would be taken for the first."""
+    problem, graph, _, _ = setting
+    with pytest.raises(caden.CadenError, match="one exchange per round"):
+        caden.simulate(methods.atg(), problem, graph, 2, transport=Overlapped(Memory()))
+
+
 # Adam and momentum.
 
 
@@ -405,11 +413,11 @@ def test_gasloc_momentum_leaves_its_limit_alone(setting):
 
 @pytest.mark.slow
 def test_lodadac_is_biased_whatever_its_step(setting):
-    """Ten times shorter steps do not bring it nearer: nothing tracks the other agents' gradients."""
+    """Four times shorter steps do not bring it nearer: nothing tracks the other agents' gradients."""
     solution = setting[0].solution.numpy()
     errors = [
         abs(final(methods.lodadac(alpha, variant="adam"), setting, n, local_steps=5).mean(axis=0) - solution).max()
-        for alpha, n in ((1e-3, 3000), (1e-4, 12000))
+        for alpha, n in ((2e-3, 800), (5e-4, 3000))
     ]
     assert errors[1] > 0.1
     assert errors[1] > 0.5 * errors[0]
@@ -432,6 +440,12 @@ def test_relay_sgd_on_a_tree_does_not_depend_on_numbers(setting):
     x = final(methods.relay_sgd(0.1), (problem, path, x0, None), 20)
     y = final(methods.relay_sgd(0.1), (problem.take(order.tolist()), other, x0[order], None), 20)
     np.testing.assert_allclose(y, x[order], atol=1e-12, rtol=0)
+
+
+def test_edges_that_are_chosen_carry_no_copies(setting):
+    problem, graph, _, _ = setting
+    with pytest.raises(caden.CadenError, match="remove compression"):
+        caden.simulate(methods.noloco(), problem, graph, 2, messages={"top": 0.5})
 
 
 @pytest.mark.parametrize("make", [lambda: caden.graphs.erdos_renyi(15, edges=30, seed=1), lambda: caden.graphs.path(7)])

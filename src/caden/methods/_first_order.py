@@ -42,7 +42,10 @@ def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> T
 def require_fixed_steps(round: Round) -> None:
     """Refuse local solves that stop by themselves: agents with unequal numbers of steps pull the mean to their side."""
     if round.accuracy is not None:
-        raise CadenError('`local_steps = "auto"` needs a method like `caden`: unequal numbers of steps bias this one.')
+        raise CadenError(
+            '`local_steps = "auto"` needs a method with a local solver, such as `caden`: unequal numbers of steps bias '
+            "this one."
+        )
 
 
 def train(round: Round, solver: LocalSolver, x: Tensor, memory: Any, elsewhere: bool = True) -> Solved:

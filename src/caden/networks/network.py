@@ -156,7 +156,7 @@ class _Operators:
     def restrict(self, chosen: np.ndarray) -> dict[str, Any]:
         """Return the edges and the operators of the round on the `chosen` edges, for `Round.over`."""
         if self._transport.sees_only_itself:
-            raise CadenError("This method chooses edges in every round; peers that run free do not know of them.")
+            raise CadenError('This method chooses edges, which peers that run free cannot: use mode "lockstep".')
         inner, awake = copy.copy(self), self._active.to(self.awake.device).unsqueeze(1)
         inner._edges, inner._sending = self._network.edges_of_round(self._index, awake, torch.from_numpy(chosen))
         inner._some_edges_only = True
