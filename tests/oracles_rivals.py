@@ -264,33 +264,6 @@ def relay_sgd(x, tree, grad, alpha, awake):
     return out
 
 
-def kgt_published_start(x, edges, grad, alpha, gamma, steps, awake):
-    """K-GT with c_i = mean gradient - own gradient at the start."""
-    G = stacked(grad, x)
-    x, c, out = x.copy(), G.mean(axis=0) - G, []
-    for mask in awake:
-        z = np.zeros_like(x)
-        for i in np.flatnonzero(mask):
-            z[i] = (x[i] - local_steps(grad, i, x[i], alpha, steps, c[i])) / (steps * alpha)
-        W = metropolis(edges, mask)
-        c, x = c - z + W @ z, W @ (x - gamma * steps * alpha * z)
-        out.append(x.copy())
-    return out
-
-
-def led_unlazy(x, edges, grad, alpha, beta, steps, awake):
-    """LED with W itself."""
-    x, y, out = x.copy(), np.zeros_like(x), []
-    for mask in awake:
-        v = x.copy()
-        for i in np.flatnonzero(mask):
-            v[i] = local_steps(grad, i, x[i], alpha, steps, beta / alpha * y[i])
-        x = metropolis(edges, mask) @ v
-        y = y + v - x
-        out.append(x.copy())
-    return out
-
-
 def memoryless_bfgs(x, edges, grad, tau0, alpha, rounds):
     """Gradient tracking along -H_i g_i, with H_i from the last pair alone, in closed form."""
     W, G, out = metropolis(edges, np.ones(len(x), bool)), stacked(grad, x), []

@@ -18,14 +18,6 @@ from conftest import masks
 from test_methods import ROUNDS, STEPS, assert_rows, curvature, iterates
 
 
-@pytest.fixture(scope="module")
-def setting():
-    problem = caden.problems.quadratic(agents=12, dim=4, seed=2)
-    graph = caden.graphs.erdos_renyi(12, edges=20, seed=3)
-    x0 = np.random.default_rng(7).normal(size=(12, 4))
-    return problem, graph, x0, [tuple(e) for e in graph.edges.tolist()]
-
-
 def tree(edges):
     """The edges of the library's spanning tree."""
     graph = caden.graphs.from_edges(edges)
@@ -120,11 +112,11 @@ LOOPS = {
     ),
     "kgt published start": (
         lambda: methods.kgt(0.1, 0.7, start="gradients"),
-        lambda start, m: rivals.kgt_published_start(*start, 0.1, 0.7, STEPS, m),
+        lambda start, m: oracles.kgt(*start, 0.1, 0.7, STEPS, m, published=True),
     ),
     "led with W": (
         lambda: methods.led(0.2, 0.3, lazy=False),
-        lambda start, m: rivals.led_unlazy(*start, 0.2, 0.3, STEPS, m),
+        lambda start, m: oracles.led(*start, 0.2, 0.3, STEPS, m, lazy=False),
     ),
 }
 
@@ -423,6 +415,7 @@ def test_lodadac_is_biased_whatever_its_step(setting):
     assert errors[1] > 0.5 * errors[0]
 
 
+@pytest.mark.slow
 def test_relay_sgd_is_exact_where_messages_are_lost(setting):
     """Its claim: no bias from data that differ; and sums that are received late or not at all do no harm."""
     problem = setting[0]

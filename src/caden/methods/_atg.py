@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import CadenError, require_number, require_positive
+from caden.errors import require_fraction, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._registry import EVERYTHING, STEP, register
 
@@ -57,10 +57,8 @@ def atg(delta: float = 0.5, rho: float = 0.3, alpha: float = 0.9, gamma: float =
     True
     """
     require_positive("delta", delta), require_positive("rho", rho)
-    if not 0 < require_number("alpha", alpha) < 1:
-        raise CadenError(f"`alpha` must lie in (0, 1), got {alpha}.")
-    if not 0 < require_number("gamma", gamma) <= 1:
-        raise CadenError(f"`gamma` must lie in (0, 1], got {gamma}.")
+    require_fraction("alpha", alpha)
+    require_fraction("gamma", gamma, "(0, 1]")
 
     def exchanged(z: Tensor, estimate: Tensor, round: Round) -> Tensor:
         """Return the arcs after the messages of one of the two consensus problems."""

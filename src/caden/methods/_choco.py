@@ -24,7 +24,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import CadenError, require_number, require_positive
+from caden.errors import require_fraction, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._gossip import damped_mix
 from caden.methods._registry import BROADCAST, STEP, register
@@ -47,8 +47,7 @@ class BeerState(NamedTuple):
 
 def _require(alpha: float, gamma: float) -> None:
     require_positive("alpha", alpha)
-    if not 0 < require_number("gamma", gamma) <= 1:
-        raise CadenError(f"`gamma` must lie in (0, 1], got {gamma}.")
+    require_fraction("gamma", gamma, "(0, 1]")
 
 
 @register({"alpha": 0.1, "gamma": 0.5}, space=_SPACE)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Round
-from caden.errors import CadenError, require_choice, require_number, require_positive
+from caden.errors import require_choice, require_fraction, require_positive
 from caden.methods._first_order import awake, train
 from caden.methods._gossip import in_random_pairs
 from caden.methods._registry import register
@@ -51,8 +51,7 @@ class NolocoState(NamedTuple):
 
 def _inner(lr: float, mu: float, outer_lr: float, solver: Solver) -> LocalSolver:
     require_positive("lr", lr), require_positive("outer_lr", outer_lr)
-    if not 0 <= require_number("mu", mu) < 1:
-        raise CadenError(f"`mu` must lie in [0, 1), got {mu}.")
+    require_fraction("mu", mu, "[0, 1)")
     adam = {"name": "torch_optim", "optimizer": "AdamW", "lr": lr}
     return solvers.from_spec(adam if solver is None else solver)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import CadenError, require_number, require_positive
+from caden.errors import require_fraction, require_positive
 from caden.methods._first_order import awake, local_descent
 from caden.methods._gossip import damped_mix, in_random_pairs
 from caden.methods._registry import STEP, register
@@ -52,10 +52,8 @@ def gasloc(
     True
     """
     require_positive("alpha", alpha), require_positive("eta", eta)
-    if not 0 <= require_number("gamma", gamma) < 1:
-        raise CadenError(f"`gamma` must lie in [0, 1), got {gamma}.")
-    if not 0 < require_number("weight", weight) <= 1:
-        raise CadenError(f"`weight` must lie in (0, 1], got {weight}.")
+    require_fraction("gamma", gamma, "[0, 1)")
+    require_fraction("weight", weight, "(0, 1]")
 
     def init(x: Tensor, round: Round) -> State:
         return State(x, x)

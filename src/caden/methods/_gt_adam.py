@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import CadenError, require_number, require_positive
+from caden.errors import require_fraction, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._registry import BROADCAST, register
 
@@ -58,9 +58,7 @@ def gt_adam(
     True
     """
     require_positive("alpha", alpha), require_positive("eps", eps), require_positive("ceiling", ceiling)
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= require_number(name, beta) < 1:
-            raise CadenError(f"`{name}` must lie in [0, 1), got {beta}.")
+    require_fraction("beta1", beta1, "[0, 1)"), require_fraction("beta2", beta2, "[0, 1)")
 
     def init(x: Tensor, round: Round) -> State:
         value, gradient = round.problem.value_and_grad(x)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import CadenError, require_choice, require_number, require_positive
+from caden.errors import require_choice, require_fraction, require_positive
 from caden.methods._first_order import require_fixed_steps
 from caden.methods._gossip import damped_mix
 from caden.methods._registry import register
@@ -66,11 +66,8 @@ def lodadac(
     """
     require_positive("alpha", alpha), require_positive("eps", eps)
     require_choice("variant", variant, ("adam", "amsgrad"))
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= require_number(name, beta) < 1:
-            raise CadenError(f"`{name}` must lie in [0, 1), got {beta}.")
-    if not 0 < require_number("gamma", gamma) <= 1:
-        raise CadenError(f"`gamma` must lie in (0, 1], got {gamma}.")
+    require_fraction("beta1", beta1, "[0, 1)"), require_fraction("beta2", beta2, "[0, 1)")
+    require_fraction("gamma", gamma, "(0, 1]")
 
     def init(x: Tensor, round: Round) -> State:
         return State(x, x * 0, x * 0, x * 0)

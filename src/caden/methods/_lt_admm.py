@@ -24,7 +24,7 @@ from torch import Tensor
 
 from caden._tensor.rows import rows_where, take_rows
 from caden.core import Info, Method, Problem, Round
-from caden.errors import CadenError, require_number, require_positive
+from caden.errors import require_fraction, require_positive
 from caden.methods._first_order import local_descent
 from caden.methods._registry import EVERYTHING, STEP, register
 
@@ -110,8 +110,7 @@ def _method(
     name: str, gamma: float, beta: float, rho: float, alpha: float, prepare: Callable[[Round, Tensor], Round]
 ) -> Method:
     require_positive("gamma", gamma), require_positive("beta", beta), require_positive("rho", rho)
-    if not 0 < require_number("alpha", alpha) < 1:
-        raise CadenError(f"`alpha` must lie in (0, 1), got {alpha}.")
+    require_fraction("alpha", alpha)
 
     def init(x: Tensor, round: Round) -> State:
         first, second = round.broadcast(x).ends()

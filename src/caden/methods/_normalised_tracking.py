@@ -27,7 +27,7 @@ from torch import Tensor
 
 from caden._tensor.rows import rows_separately
 from caden.core import Info, Method, Problem, Round
-from caden.errors import CadenError, require_choice, require_number, require_positive
+from caden.errors import require_choice, require_fraction, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._registry import register
 from caden.solvers._torch_optim import SCHEDULES
@@ -90,8 +90,7 @@ def _method(
     name: str, alpha: float, beta: float, schedule: str, normalise: Callable[[Tensor, Problem], Tensor]
 ) -> Method:
     require_positive("alpha", alpha), require_choice("schedule", schedule, SCHEDULES)
-    if not 0 <= require_number("beta", beta) < 1:
-        raise CadenError(f"`beta` must lie in [0, 1), got {beta}.")
+    require_fraction("beta", beta, "[0, 1)")
 
     def init(x: Tensor, round: Round) -> State:
         return State(x, x * 0, x * 0, *round.problem.value_and_grad(x))

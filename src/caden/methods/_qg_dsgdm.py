@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import CadenError, require_number, require_positive
+from caden.errors import require_fraction, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._registry import STEP, register
 
@@ -49,10 +49,8 @@ def qg_dsgdm(alpha: float = 0.3, mu: float = 0.9, nu: float = 0.1, nesterov: boo
     True
     """
     require_positive("alpha", alpha)
-    if not 0 <= require_number("mu", mu) < 1:
-        raise CadenError(f"`mu` must lie in [0, 1), got {mu}.")
-    if not 0 < require_number("nu", nu) <= 1:
-        raise CadenError(f"`nu` must lie in (0, 1], got {nu}.")
+    require_fraction("mu", mu, "[0, 1)")
+    require_fraction("nu", nu, "(0, 1]")
 
     def init(x: Tensor, round: Round) -> State:
         return State(x, x * 0, *round.problem.value_and_grad(x))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Round
-from caden.errors import CadenError, require_number, require_positive
+from caden.errors import require_fraction, require_positive
 from caden.methods._registry import EVERYTHING, PENALTY, RELAX, register
 
 
@@ -58,8 +58,7 @@ def radmm(rho: float = 0.1, alpha: float = 0.5, solver: LocalSolver | str | dict
     True
     """
     require_positive("rho", rho)
-    if not 0 < require_number("alpha", alpha) < 1:
-        raise CadenError(f"`alpha` must lie in (0, 1), got {alpha}.")
+    require_fraction("alpha", alpha)
     local = solvers.from_spec(solver)
 
     def init(x: Tensor, round: Round) -> State:
