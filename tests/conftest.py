@@ -50,6 +50,15 @@ def quadratic():
     return caden.problems.quadratic(agents=20, dim=5, seed=3)
 
 
+@pytest.fixture(scope="session")
+def setting():
+    """Twelve quadratics, a random graph, a start, and the edges as pairs."""
+    problem = caden.problems.quadratic(agents=12, dim=4, seed=2)
+    graph = caden.graphs.erdos_renyi(12, edges=20, seed=3)
+    x0 = np.random.default_rng(7).normal(size=(12, 4))
+    return problem, graph, x0, [tuple(e) for e in graph.edges.tolist()]
+
+
 def masks(agents, rounds, p, seed=0):
     """Who is awake, drawn independently of the library."""
     rng = np.random.default_rng(seed)

@@ -231,20 +231,22 @@ def local_steps(grad, i, v, alpha, steps, correction):
     return v
 
 
-def led(x, edges, grad, alpha, beta, steps, awake):
+def led(x, edges, grad, alpha, beta, steps, awake, lazy=True):
     x, y, out = x.copy(), np.zeros_like(x), []
     for mask in awake:
         v = x.copy()
         for i in np.flatnonzero(mask):
             v[i] = local_steps(grad, i, x[i], alpha, steps, beta / alpha * y[i])
-        x = (v + metropolis(edges, mask) @ v) / 2
+        mixed = metropolis(edges, mask) @ v
+        x = (v + mixed) / 2 if lazy else mixed
         y = y + v - x
         out.append(x.copy())
     return out
 
 
-def kgt(x, edges, grad, alpha, gamma, steps, awake):
-    x, c, out = x.copy(), np.zeros_like(x), []
+def kgt(x, edges, grad, alpha, gamma, steps, awake, published=False):
+    G = stacked(grad, x)
+    x, c, out = x.copy(), G.mean(axis=0) - G if published else np.zeros_like(x), []
     for mask in awake:
         z = np.zeros_like(x)
         for i in np.flatnonzero(mask):

@@ -19,6 +19,8 @@ METHODS = {
     "radmm": lambda: caden.methods.radmm(0.5),
     "esom": caden.methods.esom,
     "fedavg": lambda: caden.methods.fedavg(0.02),
+    "gasloc": lambda: caden.methods.gasloc(0.02, pairs=True),
+    "relay_sgd": lambda: caden.methods.relay_sgd(0.05),
 }
 
 

@@ -86,7 +86,10 @@ def test_what_it_survives_it_runs_under(setting, name):
         assert np.isfinite(rows[-1]["relative_error"])
 
 
-@pytest.mark.parametrize("name", METHODS)
+CHOOSE_EDGES = ("noloco", "relay_sgd")  # by the numbers of the agents; see tests/test_rivals.py
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in CHOOSE_EDGES])
 def test_relabelling_agents_permutes_the_models(setting, name):
     problem, graph = setting
     order = np.random.default_rng(3).permutation(8)
@@ -97,7 +100,18 @@ def test_relabelling_agents_permutes_the_models(setting, name):
     torch.testing.assert_close(y, x[order], atol=1e-8, rtol=1e-8)
 
 
-@pytest.mark.parametrize("name", [name for name, card in CARDS.items() if card.space])
+@pytest.mark.parametrize("name", METHODS)
+def test_it_has_a_search_space(name):
+    """At most one range, of about three decades, and at most three choices of the others."""
+    space = CARDS[name].space
+    ranges = [entry for entry in space.values() if isinstance(entry, dict)]
+    assert space
+    assert len(ranges) == (name != "accelerated")  # whose own parameter is a number of pairs
+    assert all(100 <= entry["high"] / entry["low"] <= 10_000 for entry in ranges)
+    assert all(len(entry) <= 3 for entry in space.values() if isinstance(entry, list))
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_points_of_its_search_space_are_parameters_that_it_takes(name):
     for point in points(space_of(name), 6, curvature=1.0):
         METHODS[name](**{**CARDS[name].unit_parameters, **point})

@@ -17,14 +17,6 @@ ROUNDS, STEPS = 30, 3
 FORMS = ("atc", "semi_a", "semi_b", "non_atc")
 
 
-@pytest.fixture(scope="module")
-def setting():
-    problem = caden.problems.quadratic(agents=12, dim=4, seed=2)
-    graph = caden.graphs.erdos_renyi(12, edges=20, seed=3)
-    x0 = np.random.default_rng(7).normal(size=(12, 4))
-    return problem, graph, x0, [tuple(e) for e in graph.edges.tolist()]
-
-
 def iterates(method, setting, awake, x0=None):
     problem, graph, start, _ = setting
     seen = []

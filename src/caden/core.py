@@ -15,6 +15,7 @@ from functools import cached_property
 from html import escape
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -124,7 +125,12 @@ class Round(NamedTuple):
     average: Callable[[Tensor], Tensor]  # (k, d) -> (d,) mean over awake agents, through a server
     maximum: Callable[[Tensor], Tensor]  # (k,) -> () largest value over all agents, by max-consensus
     uniform: Callable[[str], float]  # a random number shared by all agents, by label
+    restrict: Callable[[np.ndarray], dict[str, Any]]  # of these fields those that differ on some edges only; see `over`
     elapsed: float = 0.0  # the part of the run that is over, for schedules; in [0, 1)
+
+    def over(self, chosen: np.ndarray) -> Round:
+        """Return this round on the `chosen` (|E|,) bool edges of the graph; all agents must choose the same."""
+        return self._replace(**self.restrict(chosen))
 
     def objective(self, slope: Tensor, rho: Tensor, overshoot: float = 0.25, elsewhere: bool = False) -> Objective:
         """Return the awake agents' subproblems f_i(v) + slope_i.(v - x_i) + rho_i/2 |v - x_i|^2.
@@ -209,6 +215,11 @@ class Problem:
     metrics_cost: float = 0.0  # of `glance` per agent, in gradients of the functions of a round
     ended: bool = False  # True: no more gradients come, since a training loop has ended, and so the run ends
     stochastic: bool = False  # True: the functions of one draw, such as a mini-batch, and not those to be minimised
+
+    @property
+    def exact(self) -> Problem:
+        """The functions to be minimised; in a run, those of a round know them, if they are a draw of them."""
+        return self
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return values (k',) and gradients (k', d) at x (k', d) of the agents `rows` (all agents if None)."""

@@ -55,6 +55,14 @@ def require_positive(name: str, value: object) -> float:
     return float(value)
 
 
+def require_fraction(name: str, value: object, interval: str = "(0, 1)") -> float:
+    """Return `value` if it is a number between 0 and 1; a square bracket of the interval lets its end in."""
+    number = require_number(name, value)
+    if not 0 <= number <= 1 or (number == 0 and interval[0] == "(") or (number == 1 and interval[-1] == ")"):
+        raise CadenError(f"`{name}` must lie in {interval}, got {value}.")
+    return number
+
+
 def require_integer(name: str, value: object, least: int = 0) -> int:
     """Return `value` if it is a whole number not below `least` (and below 2^63)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) < 2**63:

@@ -84,6 +84,13 @@ class Graph:
         """The length of the longest shortest path."""
         return int(nx.diameter(self.to_networkx(), usebounds=True))
 
+    @cached_property
+    def spanning_tree(self) -> np.ndarray:
+        """(n,) bool: the edges of a breadth-first tree around a central agent; all of them if the graph is a tree."""
+        graph = self.to_networkx()
+        tree = {(min(i, j), max(i, j)) for i, j in nx.bfs_edges(graph, nx.center(graph, usebounds=True)[0])}
+        return np.array([(i, j) in tree for i, j in self.edges.tolist()])
+
     def metropolis_weights(self) -> np.ndarray:
         """Return the (n,) edge weights 1 / (1 + max(d_i, d_j))."""
         return np.asarray(1 / (1 + self.degrees[self.edges].max(axis=1)))

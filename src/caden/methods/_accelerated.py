@@ -75,7 +75,7 @@ def _with_rows(inner: Any, rows: Tensor, round: Round) -> Any:
     return restore(inner, tensors, "")
 
 
-@register({"method": {"name": "caden", "mu_z": 0.4, "solver": "exact"}})
+@register({"method": {"name": "caden", "mu_z": 0.4, "solver": "exact"}}, space={"secants": [1, 3, 8]})
 def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 3) -> Method:
     """Any method with its fixed-point map accelerated by secant pairs; needs everyone awake.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Round
-from caden.errors import CadenError
+from caden.methods._first_order import train
 from caden.methods._registry import EVERYTHING, register
 
 
@@ -77,12 +77,7 @@ def _method(name: str, lr: float, momentum: float, solver: Any, mixes: bool) -> 
         return State(x, optimizer.init(round.problem, x, round.curvature))
 
     def step(state: State, round: Round) -> tuple[State, Info]:
-        if round.accuracy is not None:
-            raise CadenError(
-                f'`local_steps = "auto"` needs a method like `caden`: unequal numbers of steps bias {name}.'
-            )
-        objective = round.objective(0 * state.x, 0 * round.degree, elsewhere=mixes)  # mixing moved it
-        x, memory, info = optimizer.solve(objective, state.x, round.work, state.memory)
+        x, memory, info = train(round, optimizer, state.x, state.memory, elsewhere=mixes)  # mixing moved it
         if mixes:  # the gradient in `info` is that before
             return State(round.broadcast(x).mix(), memory), Info(steps=info.steps, seen=info.seen)
         return State(x, memory), info

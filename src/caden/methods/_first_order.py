@@ -1,13 +1,14 @@
 """Gradient steps that methods share; only awake agents are evaluated."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from caden._tensor.parallel import AGENT_LOOPS
 from caden._tensor.rows import rows_separately, rows_where, take_rows
-from caden.core import Round
+from caden.core import LocalSolver, Round, Solved
 from caden.errors import CadenError
 
 
@@ -25,11 +26,7 @@ def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> T
 
     Mini-batches are drawn anew for every step.
     """
-    if round.accuracy is not None:
-        raise CadenError(
-            '`local_steps = "auto"` needs a method with a local solver, such as `caden`: unequal numbers of steps bias '
-            "this one."
-        )
+    require_fixed_steps(round)
     agent_loop = AGENT_LOOPS["loop"] if rows_separately() else AGENT_LOOPS.get(round.problem.execution)
     if agent_loop is not None:
         return _one_by_one(agent_loop, round, x, step, correction)
@@ -40,6 +37,21 @@ def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> T
         direction = functions.value_and_grad(take_rows(v, rows), rows)[1] + take_rows(correction, rows)
         v = v.sub(direction, alpha=step) if rows is None else v.index_add(0, rows, direction, alpha=-step)
     return v
+
+
+def require_fixed_steps(round: Round) -> None:
+    """Refuse local solves that stop by themselves: agents with unequal numbers of steps pull the mean to their side."""
+    if round.accuracy is not None:
+        raise CadenError(
+            '`local_steps = "auto"` needs a method with a local solver, such as `caden`: unequal numbers of steps bias '
+            "this one."
+        )
+
+
+def train(round: Round, solver: LocalSolver, x: Tensor, memory: Any, elsewhere: bool = True) -> Solved:
+    """Take `work[i]` steps of a solver on f_i alone, from x; `elsewhere`: its last solve did not end there."""
+    require_fixed_steps(round)
+    return solver.solve(round.objective(0 * x, 0 * round.degree, elsewhere=elsewhere), x, round.work, memory)
 
 
 def _one_by_one(agent_loop: Callable[..., None], round: Round, x: Tensor, step: float, correction: Tensor) -> Tensor:

@@ -1,10 +1,26 @@
-"""Chebyshev polynomials of the graph: averaging and Laplacian systems by repeated exchanges with neighbours."""
+"""Averaging with the neighbours: damped, random pairs, Chebyshev polynomials; Laplacian systems by exchanges."""
 
 import numpy as np
 from torch import Tensor
 
 from caden.core import Round
 from caden.errors import CadenError
+
+
+def damped_mix(round: Round, rows: Tensor, gamma: float) -> Tensor:
+    """Return rows + gamma (W known - known), `known` being what all know of the rows after they are sent."""
+    return rows + gamma * (round.broadcast(rows).mix() - rows)
+
+
+def in_random_pairs(round: Round) -> Round:
+    """Return the round on a random matching of the graph's edges, to which no other edge could be added."""
+    edges, free = round.graph.edges, np.ones(round.graph.agents, bool)
+    chosen = np.zeros(len(edges), bool)
+    stream = np.random.default_rng(int(round.uniform("pairs") * 2**53))
+    for edge in stream.permutation(len(edges)).tolist():
+        if free[edges[edge]].all():
+            chosen[edge], free[edges[edge]] = True, False
+    return round.over(chosen)
 
 
 def chebyshev_mix(round: Round, x: Tensor, degree: int) -> Tensor:

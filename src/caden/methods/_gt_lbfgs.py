@@ -7,6 +7,9 @@ H_i is agent i's limited-memory BFGS matrix from its own pairs s (change of x_i)
 against eps I keeps s.y >= eps/4 |s|^2, so the eigenvalues of H_i are bounded. Written out, it stores theta D_i with
 theta = 3/4 eps |s|^2 / (eps |s|^2 - s.y) wherever that is below 1. Before the first pair, H_i = I / (eps + L_i).
 
+With memory = 1 and eps near 0, it is gradient tracking along memoryless BFGS directions, after Wang, Wu and Zhang,
+"Decentralized conjugate gradient and memoryless BFGS methods", arXiv:2409.07122, 2024 (who scale H_i in another way).
+
 Two communications per directed edge and one gradient per round.
 
 Sleeping agents: W is doubly stochastic on the awake subgraph, as in gradient tracking; exact.

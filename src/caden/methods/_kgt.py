@@ -3,7 +3,9 @@
     v = x;  K times  v <- v - alpha (grad f(v) + c)
     z = (x - v) / (K alpha);  c <- c - z + W z;  x <- W (x - gamma K alpha z)
 
-K is the agent's number of local steps. Two communications per directed edge and round.
+K is the agent's number of local steps. Two communications per directed edge and round. c starts at 0 here, and in the
+paper at the mean of all agents' gradients minus the own one (`start = "gradients"`), which takes a mean through a
+server before the first round.
 
 Sleeping agents: W is doubly stochastic on the awake subgraph, sum c = 0 in every round; exact. Unequal numbers of local
 steps make it biased: use the same number for all agents.
@@ -14,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import require_positive
+from caden.errors import require_choice, require_positive
 from caden.methods._first_order import local_descent
 from caden.methods._registry import BROADCAST, STEP, register
 
@@ -25,12 +27,13 @@ class State(NamedTuple):
 
 
 @register({"alpha": 0.1}, BROADCAST, {"alpha": STEP, "gamma": [0.5, 0.75, 1.0]})
-def kgt(alpha: float = 0.1, gamma: float = 1.0) -> Method:
+def kgt(alpha: float = 0.1, gamma: float = 1.0, start: str = "zero") -> Method:
     """K-GT: gradient tracking with local steps, equally many for all agents.
 
     Args:
         alpha: local step size.
         gamma: fraction of the local progress that is applied.
+        start: of the correction c: "zero", or "gradients" for the mean gradient minus the own one, as published.
 
     Reference: Liu, Lin, Koloskova and Stich, Optim. Methods Softw., 2024.
 
@@ -41,9 +44,13 @@ def kgt(alpha: float = 0.1, gamma: float = 1.0) -> Method:
     True
     """
     require_positive("alpha", alpha), require_positive("gamma", gamma)
+    require_choice("start", start, ("zero", "gradients"))
 
     def init(x: Tensor, round: Round) -> State:
-        return State(x, x * 0)
+        if start == "zero":
+            return State(x, x * 0)
+        gradient = round.problem.value_and_grad(x)[1]
+        return State(x, round.average(gradient) - gradient)
 
     def step(state: State, round: Round) -> tuple[State, Info]:
         moved = state.x - local_descent(round, state.x, alpha, state.c)

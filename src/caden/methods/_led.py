@@ -2,7 +2,7 @@
 2024.
 
     v = x;  `local_steps` times  v <- v - alpha grad f(v) - beta y
-    send v;  x <- Wt v,  Wt = (I + W)/2
+    send v;  x <- Wt v,  Wt = (I + W)/2, or W as published (`lazy = False`)
     y <- y + v - x
 
 One communication per directed edge and round. One local step with beta = 1 is exact diffusion.
@@ -26,12 +26,13 @@ class State(NamedTuple):
 
 
 @register({"alpha": 0.3, "beta": 0.3}, BROADCAST, {"alpha": STEP, "beta": [0.1, 0.2, 0.5]})
-def led(alpha: float = 0.1, beta: float = 0.2) -> Method:
+def led(alpha: float = 0.1, beta: float = 0.2, lazy: bool = True) -> Method:
     """LED: exact diffusion with local steps.
 
     Args:
         alpha: local step size.
         beta: dual step, about 1 / local_steps.
+        lazy: mix with (I + W)/2, which allows longer steps, instead of W.
 
     Reference: Alghunaim, IEEE TAC, 2024.
 
@@ -48,7 +49,8 @@ def led(alpha: float = 0.1, beta: float = 0.2) -> Method:
 
     def step(state: State, round: Round) -> tuple[State, Info]:
         v = local_descent(round, state.x, alpha, beta / alpha * state.y)
-        x = (v + round.broadcast(v).mix()) / 2
+        x = round.broadcast(v).mix()
+        x = (v + x) / 2 if lazy else x
         return State(x, state.y + v - x), Info()
 
     return Method(init, step, "led")

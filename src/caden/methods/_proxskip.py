@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from caden.core import Info, Method, Round
-from caden.errors import CadenError, require_number, require_positive
+from caden.errors import CadenError, require_fraction, require_number, require_positive
 from caden.methods._first_order import awake, refresh
 from caden.methods._registry import BROADCAST, STEP, register
 
@@ -45,8 +45,7 @@ def proxskip(alpha: float = 0.3, p: float = 0.5, chi: float = 1.0) -> Method:
     True
     """
     require_positive("alpha", alpha)
-    if not 0 < require_number("p", p) <= 1:
-        raise CadenError(f"`p` must lie in (0, 1], got {p}.")
+    require_fraction("p", p, "(0, 1]")
     if require_number("chi", chi) < 1:
         raise CadenError(f"`chi` must be at least 1, got {chi}.")
 

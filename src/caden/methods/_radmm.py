@@ -10,6 +10,10 @@ Agent i holds z_ij. Each awake agent i:
 One communication per directed edge and round, a different one for each neighbour. alpha = 1/2 is plain ADMM and,
 started at z = rho (x_i + x_j)/2, CADEN with mu_y = mu_z.
 
+With `messages = {"trigger": {"first": 1.0, "decay": 0.8}}`, q_ij is sent only if it has moved by more than a threshold
+since it was last sent: event-based ADMM on a graph (with a server: Er, Trimpe and Muehlebach, "Distributed event-based
+learning via ADMM", ICML 2025). Exact if the thresholds have a finite sum.
+
 Sleeping agents: arcs without a message stay as they are; exact for convex f under random activation and random loss of
 messages.
 """
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from caden import solvers
 from caden.core import Info, LocalSolver, Method, Round
-from caden.errors import CadenError, require_number, require_positive
+from caden.errors import require_fraction, require_positive
 from caden.methods._registry import EVERYTHING, PENALTY, RELAX, register
 
 
@@ -54,8 +58,7 @@ def radmm(rho: float = 0.1, alpha: float = 0.5, solver: LocalSolver | str | dict
     True
     """
     require_positive("rho", rho)
-    if not 0 < require_number("alpha", alpha) < 1:
-        raise CadenError(f"`alpha` must lie in (0, 1), got {alpha}.")
+    require_fraction("alpha", alpha)
     local = solvers.from_spec(solver)
 
     def init(x: Tensor, round: Round) -> State:

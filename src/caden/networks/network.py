@@ -4,9 +4,13 @@ Communications are counted here, not by the methods: one d-vector over one direc
 and the initial exchange is free (the paper does not count it either). No object has size m x m.
 """
 
+import copy
 from dataclasses import replace
 from functools import cached_property
+from itertools import count
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,10 +66,15 @@ class Network:
         """Vectors of d numbers sent over directed edges so far, in whole vectors."""
         return self.numbers_sent // self.dim
 
-    def _edges_of_round(self, index: int, awake: Tensor) -> tuple[Edges, int]:
-        """Return the edges of a round in which the agents `awake` (m, 1) take part, and how many edge ends send."""
+    def edges_of_round(self, index: int, awake: Tensor, chosen: Tensor | None = None) -> tuple[Edges, int]:
+        """Return the edges of a round in which the agents `awake` (m, 1) take part, and how many edge ends send.
+
+        `chosen` (|E|,) bool leaves out edges, as `links` do.
+        """
         layout = self.layout
         both = awake[layout.ends]  # (2, |E|, 1)
+        if chosen is not None:
+            both = both & chosen.to(both.device).unsqueeze(1)
         if self.links is not None and index >= 0:
             both = both & self.links(index).to(both.device).unsqueeze(1)
         degree = torch.zeros(len(awake), 1, dtype=torch.int64, device=both.device)
@@ -78,7 +87,7 @@ class Network:
 
     @cached_property
     def _edges_all_awake(self) -> tuple[Edges, int]:
-        return self._edges_of_round(
+        return self.edges_of_round(
             -1, torch.ones(self.graph.agents, 1, dtype=torch.bool, device=self.layout.ends.device)
         )
 
@@ -94,7 +103,7 @@ class Network:
         """Return the context of one round; `active` (m,) bool, `work` (m,)."""
         everyone = bool(active.all())
         is_awake = active.to(problem.device).unsqueeze(1)  # (m, 1)
-        edges, sending = self._edges_of_round(index, is_awake) if self.links or not everyone else self._edges_all_awake
+        edges, sending = self.edges_of_round(index, is_awake) if self.links or not everyone else self._edges_all_awake
         self.transport.begin_round(index)
         operators = _Operators(self, index, active, everyone, is_awake[self.layout.rows], edges, sending)
         degree, awake = self._degree, int(active.sum())
@@ -103,7 +112,7 @@ class Network:
         work = (work * active)[self.layout.hosted].to(problem.device)
         facts = problem, edges, self.graph, self.may_sleep, self.lossy, self.abridged, curvature, accuracy
         functions = operators.broadcast, operators.exchange, operators.average, operators.maximum, operators.uniform
-        return Round(index, operators.awake, awake, work, degree, *facts, *functions)
+        return Round(index, operators.awake, awake, work, degree, *facts, *functions, operators.restrict)
 
     def _without_rows(self, absent: list[int], edges: Edges) -> tuple[Edges, Tensor]:
         """Return edges and degrees without the `absent` rows of other processes, whose edges become loops."""
@@ -141,7 +150,17 @@ class _Operators:
         self._network, self._delivery, self._transport = network, network.post, network.transport
         self._index, self._active, self._everyone, self._edges, self._sending = index, active, everyone, edges, sending
         self._awake_rows, self.awake = awake, awake[: network.layout.agents]  # (rows, 1), (k, 1)
-        self._exchanges = self._arc_exchanges = 0
+        self._exchanges, self._arc_exchanges = count(), count()
+        self._some_edges_only = False
+
+    def restrict(self, chosen: np.ndarray) -> dict[str, Any]:
+        """Return the edges and the operators of the round on the `chosen` edges, for `Round.over`."""
+        if self._transport.sees_only_itself:
+            raise CadenError('This method chooses edges, which peers that run free cannot: use mode "lockstep".')
+        inner, awake = copy.copy(self), self._active.to(self.awake.device).unsqueeze(1)
+        inner._edges, inner._sending = self._network.edges_of_round(self._index, awake, torch.from_numpy(chosen))
+        inner._some_edges_only = True
+        return {"edges": inner._edges, "broadcast": inner.broadcast, "exchange": inner.exchange}
 
     def _count(self, messages: int, numbers: int, size: int) -> None:
         if self._index >= 0:
@@ -155,10 +174,6 @@ class _Operators:
             return
         going = torch.cat([self._edges.awake_first, self._edges.awake_second]) if sends is None else sends
         timer.exchange(self._index, (going * sizes).squeeze(1).double().cpu().numpy())
-
-    def _next_exchange(self) -> int:
-        self._exchanges += 1
-        return self._exchanges - 1
 
     def _count_messages(self, whole: Tensor, part: Tensor, width: int, itemsize: int) -> None:
         """Count messages that are sent whole or compressed over arcs (2e, 1), and the notices of those that send none.
@@ -186,20 +201,22 @@ class _Operators:
         return known.get(channel)
 
     def broadcast(self, rows: Tensor) -> Heard:
-        exchange, network, model = self._next_exchange(), self._network, self._delivery.model
+        exchange, network, model = next(self._exchanges), self._network, self._delivery.model
         channel, width = f"broadcast{exchange}", rows.shape[1]
         if model.shared_copies and model.unreliable and self._index >= 0:
             raise CadenError(
                 "Compressed or triggered broadcasts must all arrive: use a method with arc variables (caden, radmm, "
                 "lt_admm), or remove `messages.loss` and `messages.delay`."
             )
+        if model.shared_copies and self._some_edges_only:
+            raise CadenError("This method meets some neighbours only, which then lack copies: remove compression.")
         if model.shared_copies and not network.lossy:
             public = self._broadcast_copies(f"{channel}.public", rows)
             return HeardRows(rows, public, public, self._edges)
         self._count(self._sending, width, width * rows.element_size())
         self._travel(width * rows.element_size())
         fresh = self._transport.share_rows(rows, self._active)
-        if model.unreliable or network.links is not None:
+        if model.unreliable or network.links is not None or self._some_edges_only:
             return self._hear_by_arc(channel, exchange, rows, fresh)
         sent = self._remember(channel, fresh) if network.may_sleep else fresh
         return HeardRows(rows, fresh, sent, self._edges)
@@ -236,9 +253,8 @@ class _Operators:
         return HeardArcs(rows, known, both, edges, None if unreliable and self._index >= 0 else fresh)
 
     def exchange(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        exchange, edges, model = self._next_exchange(), self._edges, self._delivery.model
-        channel, dim = f"exchange{self._arc_exchanges}", self._network.dim
-        self._arc_exchanges += 1
+        exchange, edges, model = next(self._exchanges), self._edges, self._delivery.model
+        channel, dim = f"exchange{next(self._arc_exchanges)}", self._network.dim
         sends = torch.cat([edges.awake_first, edges.awake_second])  # (2e, 1) whether each arc's owner sends
         comes = torch.cat([edges.awake_second, edges.awake_first])  # ... whether its peer does
         header = messages.shape[1] - dim

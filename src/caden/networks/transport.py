@@ -93,7 +93,8 @@ class Memory(Transport):
 class Overlapped(Transport):
     """Another transport whose messages of arcs travel while agents compute: an exchange gives what the last one sent.
 
-    So no agent waits for its neighbours' messages of the same round, and the method must survive delay.
+    So no agent waits for its neighbours' messages of the same round, and the method must survive delay and have one
+    exchange per round.
     """
 
     late = True
@@ -101,6 +102,7 @@ class Overlapped(Transport):
     def __init__(self, inside: Transport):
         self._inside = inside
         self._pending: tuple[Callable[[], Tensor], Tensor] | None = None
+        self._posted = False  # in this round
         self.rank, self.world = inside.rank, inside.world
 
     @property
@@ -112,6 +114,9 @@ class Overlapped(Transport):
         self._inside.wire_bytes = count
 
     def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self._posted:
+            raise CadenError("Messages can travel in the background only for methods with one exchange per round.")
+        self._posted = True
         received, came = torch.zeros_like(arcs), torch.zeros_like(comes)
         if self._pending is not None:
             receive, came = self._pending
@@ -144,6 +149,7 @@ class Overlapped(Transport):
         self._inside.connect(layout, dim)
 
     def begin_round(self, index: int) -> None:
+        self._posted = False
         self._inside.begin_round(index)
 
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
