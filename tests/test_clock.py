@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -380,3 +382,13 @@ def test_wrong_clocks_get_one_line(setting, clock, message):
     with pytest.raises(CadenError, match=message) as caught:
         caden.simulate(gd(), *setting, 2, clock=clock)
     assert "\n" not in str(caught.value)
+
+
+def test_results_from_old_anchors_would_diverge():
+    """Why an agent that missed deadlines solves with the anchors of the round in which it is ready."""
+    script = Path(__file__).parents[1] / "benchmarks" / "old_anchors.py"
+    distance = runpy.run_path(str(script))["distance"]
+    for relax, works in ((0.5, True), (0.9, False)):
+        ours, other = (distance(old, mu=0.3, relax=relax, slow=2, share=0.3, rounds=300) for old in (False, True))
+        assert ours < 1e-8
+        assert (other < 1e-8) is works and (other == np.inf) is not works
