@@ -108,6 +108,53 @@ def test_without_communication_it_is_a_plain_loop_to_the_bit(name, kind):
     assert result.rows[-1]["communications"] == 0
 
 
+class Counting(torch.optim.Optimizer):
+    """Steps that depend on a count kept in the groups, and on sums in nested lists; `beta` has no exact float32."""
+
+    def __init__(self, parameters, lr, beta=0.9):
+        super().__init__(parameters, {"lr": lr, "beta": beta, "form": "sum"})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["sums"] = [[], [torch.zeros_like(p), torch.zeros(len(p))]]
+                whole, rows = state["sums"][1]
+                whole.mul_(group["beta"]).add_(p.grad)
+                rows.add_(p.grad.flatten(1).abs().mean(1) if p.ndim > 1 else p.grad.abs())
+                scale = 1 / (group["count"] * (1 + rows)).reshape(-1, *[1] * (p.ndim - 1))
+                p.sub_(whole * scale, alpha=group["lr"])
+
+
+class Secretive(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["secret"] = object()
+
+
+def test_an_optimizer_from_elsewhere_keeps_nested_state_and_what_its_groups_count():
+    model, problem = small(), make()
+    method = methods.local(solver=solvers.torch_optim(Counting, lr=0.05))
+    result = caden.simulate(method, problem, graphs.ring(3), 3, local_steps=2, deterministic=True)
+    with deterministic_mode(True):
+        for agent in range(3):
+            expected = plain_loop(model, lambda p: Counting(p, lr=0.05), problem.shards[agent], agent, 3, 2, 8)
+            assert torch.equal(result.x[agent], expected)
+    fresh = methods.local(solver=solvers.torch_optim(Counting, lr=0.05, carry=False))
+    forgetful = caden.simulate(fresh, problem, graphs.ring(3), 3, local_steps=2, deterministic=True)
+    assert not torch.equal(forgetful.x, result.x)
+
+
+def test_an_optimizer_whose_state_cannot_be_kept_is_refused():
+    method = methods.local(solver=solvers.torch_optim(Secretive, lr=0.1))
+    with pytest.raises(CadenError, match="value of type object"):
+        caden.simulate(method, make(), graphs.ring(3), 1)
+
+
 def test_muon_takes_kernels_as_matrices():
     model = small()
 
