@@ -38,6 +38,7 @@ class Setting(NamedTuple):
     validation: int = 0  # held-out samples of a trial; 0: not tuned
     metric: str = "accuracy"
     penalties: float = 1.0  # factor of the ranges of mu_z, eta and rho
+    optimizers: tuple[str, ...] = ("Muon", "Adam", "SGD")
 
 
 def fashion(samples: int, agents: int = 10, alpha: float | None = 0.1, **options: Any) -> dict[str, Any]:
@@ -55,7 +56,7 @@ SETTINGS = {
     "iid": Setting(fashion(6000, alpha=None, test_samples=2000), "ring", 1.0, 40, 10),
     "random graph": Setting(fashion(6000, agents=20, test_samples=2000), "erdos_renyi", 0.5, 60, 5),
     "batch norm": Setting(fashion(3000, norm="batch", dropout=0.2, test_samples=2000), "ring", 0.5, 60, 5),
-    "transformer": Setting(SOTU, "erdos_renyi", 0.5, 60, 5, 300, "validation_loss", 0.05),
+    "transformer": Setting(SOTU, "erdos_renyi", 0.5, 60, 5, 300, "validation_loss", 0.05, ("Muon",)),
 }
 # The number of the trial that won "small".
 BEST = {"CADEN": 0, "CADEN, SGD": 3, "ADAPD": 8, "DiNNO": 8, "D-PSGD": 8, "LED": 2, "K-GT": 6, "GT": 3, "local": 8}
@@ -66,37 +67,41 @@ def between(u: float, low: float, high: float) -> float:
     return float(f"{low * (high / low) ** u:.3g}")
 
 
-def optimizer(u: float, v: float) -> dict[str, Any]:
-    """Return one of the three optimizers, and a learning rate from its own range; it falls to 0 over the run."""
-    name = list(RATES)[int(u * len(RATES))]
+def optimizer(u: float, v: float, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return one of the optimizers, and a learning rate from its own range; it falls to 0 over the run."""
+    name = names[int(u * len(names))]
     table = {"name": "torch_optim", "optimizer": name, "lr": between(v, *RATES[name]), "schedule": "cosine"}
     return table | ({"momentum": 0.9} if name == "SGD" else {})
 
 
-def caden_parameters(u: Any, factor: float) -> dict[str, Any]:
-    solver, mu = optimizer(u[0], u[1]), between(u[2], 0.02 * factor, factor)
-    return {"solver": solver, "mu_z": mu, "relax": [0.5, 0.9][int(2 * u[3])]}
-
-
-# Name, communications per directed edge and round, and parameters from four numbers in [0, 1) and a penalties' factor.
-METHODS: dict[str, tuple[str, int, Any]] = {
-    "CADEN": ("caden", 1, caden_parameters),
-    "CADEN, SGD": ("caden", 1, lambda u, f: caden_parameters([0.99, *u[1:]], f)),
-    "ADAPD": ("adapd", 1, lambda u, f: {"solver": optimizer(u[0], u[1]), "eta": between(u[2], 0.3 * f, 30 * f)}),
-    "DiNNO": ("dinno", 1, lambda u, f: {"solver": optimizer(u[0], u[1]), "rho": between(u[2], 0.01 * f, 0.5 * f)}),
-    "D-PSGD": ("dpsgd", 1, lambda u, f: {"solver": optimizer(u[0], u[1])}),
-    "LED": ("led", 1, lambda u, f: {"alpha": between(u[1], 0.01, 0.5), "beta": [0.05, 0.1, 0.2, 0.5][int(4 * u[3])]}),
-    "K-GT": ("kgt", 2, lambda u, f: {"alpha": between(u[1], 0.01, 0.5), "gamma": [0.5, 0.75, 1.0][int(3 * u[3])]}),
-    "GT": ("gt", 2, lambda u, f: {"alpha": between(u[1], 0.01, 0.5), "form": ["atc", "semi_b"][int(2 * u[3])]}),
-    "local": ("local", 1, lambda u, f: {"solver": optimizer(u[0], u[1])}),
+# What a method's name means: the method, communications per directed edge and round, whether it has a local solver, and
+# its other parameters from four numbers in [0, 1) and the factor of penalties.
+METHODS: dict[str, tuple[str, int, bool, Any]] = {
+    "CADEN": ("caden", 1, True, lambda u, f: {"mu_z": between(u[2], 0.02 * f, f), "relax": [0.5, 0.9][int(2 * u[3])]}),
+    "ADAPD": ("adapd", 1, True, lambda u, f: {"eta": between(u[2], 0.3 * f, 30 * f)}),
+    "DiNNO": ("dinno", 1, True, lambda u, f: {"rho": between(u[2], 0.01 * f, 0.5 * f)}),
+    "D-PSGD": ("dpsgd", 1, True, lambda u, f: {}),
+    "LED": ("led", 1, False, lambda u, f: {"beta": [0.05, 0.1, 0.2, 0.5][int(4 * u[3])]}),
+    "K-GT": ("kgt", 2, False, lambda u, f: {"gamma": [0.5, 0.75, 1.0][int(3 * u[3])]}),
+    "GT": ("gt", 2, False, lambda u, f: {"form": ["atc", "semi_b"][int(2 * u[3])]}),
+    "local": ("local", 1, True, lambda u, f: {}),
 }
+METHODS["CADEN, SGD"] = METHODS["CADEN"]
+
+
+def trial(name: str, u: Any, setting: Setting) -> dict[str, Any]:
+    """Return the parameters of a method at a point of its space."""
+    _, _, solves, others = METHODS[name]
+    names = ("SGD",) if name.endswith("SGD") and name != "D-PSGD" else setting.optimizers
+    step = {"solver": optimizer(u[0], u[1], names)} if solves else {"alpha": between(u[1], 0.01, 0.5)}
+    return step | others(u, setting.penalties)
 
 
 def run(
     setting: Setting, name: str, parameters: dict[str, Any], seed: int, validation: int, store: str
 ) -> dict[str, Any]:
     """Run one method, or read what it gave; nothing if it diverged."""
-    method, exchanges, _ = METHODS[name]
+    method, exchanges, *_ = METHODS[name]
     problem = {**setting.problem, "seed": seed, "validation": validation}
     key = json.dumps([problem, setting[1:5], method, parameters], sort_keys=True)
     file = Path(store) / f"{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.json"
@@ -178,7 +183,7 @@ def main() -> None:
             columns = "method", setting.metric, "of the mean model", "communications", "MB", "gradients", "seconds"
             print(f"| {' | '.join(columns)} | parameters |\n|{'---|' * (len(columns) + 1)}", flush=True)
             for name in options.only:
-                candidates = [METHODS[name][2](u, setting.penalties) for u in points]
+                candidates = [trial(name, u, setting) for u in points]
                 best = candidates[BEST[name]]
                 if tuned:
                     common = 0, setting.validation, options.store
