@@ -39,7 +39,7 @@ def _described(tree: Any, together: bool) -> Any:
         raise CadenError(
             f"This optimizer cannot be a local solver: its state has a value of type {type(tree).__name__}."
         )
-    value = torch.as_tensor(tree)
+    value = torch.as_tensor(tree, dtype=torch.float64 if isinstance(tree, float) else None)
     shape = value.shape[1:] if together and value.ndim else value.shape
     return _Place(shape, value.dtype, isinstance(tree, Tensor))
 
@@ -130,7 +130,7 @@ class Team:
         count, parts = len(self.rows), []
         for described, tree in zip(layout.trees, [*self._states(), *self._groups()]):
             for place, number in _matched(described, tree):
-                value = torch.as_tensor(number).to(like)
+                value = torch.as_tensor(number, dtype=like.dtype, device=like.device)
                 together = self._together and bool(place.shape)
                 parts.append(value.reshape(count, -1) if together else value.reshape(1, -1).expand(count, -1))
         return torch.cat(parts, dim=1) if parts else like.new_empty(count, 0)
