@@ -58,7 +58,7 @@ SETTINGS = {
     "batch norm": Setting(fashion(3000, norm="batch", dropout=0.2, test_samples=2000), "ring", 0.5, 60, 5),
     "transformer": Setting(SOTU, "erdos_renyi", 0.5, 60, 5, 300, "validation_loss", 0.05, ("Muon",)),
 }
-# The number of the trial that won "small".
+# The number of the trial that won "small"; of local training only that it was one with Muon was kept.
 BEST = {"CADEN": 0, "CADEN, SGD": 3, "ADAPD": 8, "DiNNO": 8, "D-PSGD": 8, "LED": 2, "K-GT": 6, "GT": 3, "local": 8}
 RATES = {"Muon": (0.003, 0.03), "Adam": (0.0005, 0.01), "SGD": (0.01, 0.3)}
 
