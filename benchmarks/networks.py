@@ -158,7 +158,7 @@ def line(name: str, setting: Setting, rows: list[dict[str, Any]], parameters: di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("settings", nargs="*", default=list(SETTINGS), help=", ".join(SETTINGS))
-    parser.add_argument("--quick", action="store_true", help="a twentieth of the rounds, one trial, one seed")
+    parser.add_argument("--quick", action="store_true", help="a thirtieth of the rounds, one trial, one seed")
     parser.add_argument("--untuned", action="store_true", help='take the parameters of "small" in all settings')
     parser.add_argument("--trials", type=int, default=9)
     parser.add_argument("--seeds", type=int, default=3)
@@ -174,8 +174,8 @@ def main() -> None:
         for title in options.settings:
             setting = SETTINGS[title]
             if options.quick:
-                problem = setting.problem | {"test_samples": 300}
-                setting = setting._replace(rounds=max(3, setting.rounds // 20), problem=problem)
+                problem, validation = setting.problem | {"test_samples": 50}, min(setting.validation, 50)
+                setting = setting._replace(rounds=max(2, setting.rounds // 30), problem=problem, validation=validation)
             setting = setting._replace(rounds=options.rounds or setting.rounds)
             tuned = setting.validation > 0 and not options.untuned
             seeds = options.seeds if tuned and not options.quick else 1

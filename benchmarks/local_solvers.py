@@ -1,20 +1,22 @@
-"""Does L-BFGS on overlapping batches help inside CADEN, where every local step sees a new mini-batch?
+"""Which local solver inside CADEN on mini-batches: Muon, AdamW, SOAP, L-BFGS, or L-BFGS on batches that overlap?
 
-    python benchmarks/overlap.py [--rounds 60]
+    python benchmarks/local_solvers.py [--rounds 60]
 
-Berahas, Nocedal and Takac, "A multi-batch L-BFGS method for machine learning", NeurIPS 2016: a batch shares a quarter
-of its samples with the one before, and the curvature pair of a step is computed on those samples alone,
+Setting "small" of networks.py, judged on held-out training images. SOAP needs the package pytorch-optimizer. L-BFGS of
+the library solves on one batch per round. With a new batch for every local step, Berahas, Nocedal and Takac, "A
+multi-batch L-BFGS method for machine learning", NeurIPS 2016: a batch shares a quarter of its samples with the one
+before, and the curvature pair of a step is computed on those samples alone,
 
     s_k = v_{k+1} - v_k,   y_k = g_O(v_{k+1}) - g_O(v_k),   v_{k+1} = v_k - alpha H_k g_S(v_k),   O = S_k and S_{k+1}
 
-so a step costs the gradient of one batch, taken in parts. Setting "small" of networks.py, judged on held-out training
-images, beside the library's L-BFGS, which solves on one batch per round, and Muon.
+so a step costs the gradient of one batch, taken in parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -110,8 +112,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     setting = SETTINGS["small"]
     problem = problems.PROBLEMS["classification"](**setting.problem, seed=0, validation=setting.validation)
-    muon = {"name": "torch_optim", "optimizer": "Muon", "lr": 0.0034, "schedule": "cosine"}
-    tried: list[tuple[str, Any, dict[str, Any]]] = [("Muon 0.0034", muon, {"mu_z": 0.065, "relax": 0.9})]
+    small = {"mu_z": 0.065, "relax": 0.9}
+    tried: list[tuple[str, Any, dict[str, Any]]] = []
+    for optimizer, rate in (("Muon", 0.0034), ("AdamW", 0.003), ("pytorch_optimizer:SOAP", 0.003)):
+        package = optimizer.partition(":")[0]
+        if package == optimizer or find_spec(package):
+            table = {"name": "torch_optim", "optimizer": optimizer, "lr": rate, "weight_decay": 0.0}
+            tried.append((f"{optimizer} {rate}", table | {"schedule": "cosine"}, small))
     for mu in (0.065, 0.3, 1.0):
         for start in ("own", "anchor"):
             common = {"mu_z": mu, "relax": 0.5, "start": start}
@@ -119,7 +126,7 @@ def main() -> None:
     for rate, longest in ((1.0, 0.3), (1.0, 1.0), (0.3, 1.0), (0.1, 1.0)):
         local = Overlapping(problem, rate, longest)
         solver = LocalSolver(local.init, local.solve, "overlap", fresh=True)
-        tried.append((f"overlap, alpha {rate}, steps at most {longest}", solver, {"mu_z": 0.065, "relax": 0.9}))
+        tried.append((f"overlap, alpha {rate}, steps at most {longest}", solver, small))
     for name, solver, parameters in tried:
         options = {"participation": setting.participation, "local_steps": setting.steps, "record_every": rounds}
         try:
