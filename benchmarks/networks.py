@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,7 +159,7 @@ def line(name: str, setting: Setting, rows: list[dict[str, Any]], parameters: di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("settings", nargs="*", default=list(SETTINGS), help=", ".join(SETTINGS))
-    parser.add_argument("--quick", action="store_true", help="a thirtieth of the rounds, one trial, one seed")
+    parser.add_argument("--quick", action="store_true", help="a thirtieth of the rounds, not tuned, one seed")
     parser.add_argument("--untuned", action="store_true", help='take the parameters of "small" in all settings')
     parser.add_argument("--trials", type=int, default=9)
     parser.add_argument("--seeds", type=int, default=3)
@@ -167,30 +168,33 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(METHODS))
     parser.add_argument("--store", default="runs/networks")
     options = parser.parse_args()
-    trials = 1 if options.quick else options.trials
-    points = qmc.Halton(4, seed=0).random(max(trials, 9))
+    points = qmc.Halton(4, seed=0).random(max(options.trials, 9))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, context) as pool:
         for title in options.settings:
             setting = SETTINGS[title]
             if options.quick:
-                problem, validation = setting.problem | {"test_samples": 50}, min(setting.validation, 50)
-                setting = setting._replace(rounds=max(2, setting.rounds // 30), problem=problem, validation=validation)
+                problem, rounds = setting.problem | {"test_samples": 50}, max(2, setting.rounds // 30)
+                setting = setting._replace(problem=problem, rounds=rounds, validation=0)
             setting = setting._replace(rounds=options.rounds or setting.rounds)
             tuned = setting.validation > 0 and not options.untuned
-            seeds = options.seeds if tuned and not options.quick else 1
+            seeds = options.seeds if tuned else 1
             print(f"\n{title}{'' if tuned else ' (parameters of small)'}: {setting}\n", flush=True)
             columns = "method", setting.metric, "of the mean model", "communications", "MB", "gradients", "seconds"
             print(f"| {' | '.join(columns)} | parameters |\n|{'---|' * (len(columns) + 1)}", flush=True)
-            for name in options.only:
-                candidates = [trial(name, u, setting) for u in points]
-                best = candidates[BEST[name]]
-                if tuned:
-                    common = 0, setting.validation, options.store
-                    done = [pool.submit(run, setting, name, c, *common) for c in candidates[:trials]]
-                    best = candidates[int(np.argmax([score(setting, f.result()) for f in done]))]
-                final = [pool.submit(run, setting, name, best, s, 0, options.store) for s in range(seeds)]
-                print(line(name, setting, [f.result() for f in final], best), flush=True)
+            tried = {name: [trial(name, u, setting) for u in points] for name in options.only}
+            best = {name: candidates[BEST[name]] for name, candidates in tried.items()}
+            submit = partial(pool.submit, run, setting)
+            if tuned:
+                done = {
+                    name: [submit(name, c, 0, setting.validation, options.store) for c in candidates[: options.trials]]
+                    for name, candidates in tried.items()
+                }
+                for name, trials in done.items():
+                    best[name] = tried[name][int(np.argmax([score(setting, f.result()) for f in trials]))]
+            final = {name: [submit(name, best[name], s, 0, options.store) for s in range(seeds)] for name in tried}
+            for name, runs in final.items():
+                print(line(name, setting, [f.result() for f in runs], best[name]), flush=True)
 
 
 if __name__ == "__main__":
