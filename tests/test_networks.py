@@ -6,11 +6,12 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import caden
 from caden import draws, graphs, methods, problems, solvers
@@ -106,6 +107,53 @@ def test_without_communication_it_is_a_plain_loop_to_the_bit(name, kind):
             )
             assert torch.equal(result.x[agent], expected)
     assert result.rows[-1]["communications"] == 0
+
+
+class Counting(torch.optim.Optimizer):
+    """Steps that depend on a count kept in the groups, and on sums in nested lists; `beta` has no exact float32."""
+
+    def __init__(self, parameters, lr, beta=0.9):
+        super().__init__(parameters, {"lr": lr, "beta": beta, "form": "sum"})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["sums"] = [[], [torch.zeros_like(p), p.new_zeros(len(p))]]
+                whole, rows = state["sums"][1]
+                whole.mul_(group["beta"]).add_(p.grad)
+                rows.add_(p.grad.flatten(1).abs().mean(1) if p.ndim > 1 else p.grad.abs())
+                scale = 1 / (group["count"] * (1 + rows)).reshape(-1, *[1] * (p.ndim - 1))
+                p.sub_(whole * scale, alpha=group["lr"])
+
+
+class Secretive(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["secret"] = object()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_optimizer_from_elsewhere_keeps_nested_state_and_what_its_groups_count(dtype):
+    model, problem = small().to(dtype), make(dtype=dtype)
+    method = methods.local(solver=solvers.torch_optim(Counting, lr=0.05))
+    result = caden.simulate(method, problem, graphs.ring(3), 3, local_steps=2, deterministic=True)
+    with deterministic_mode(True):
+        expected = plain_loop(model, lambda p: Counting(p, lr=0.05), problem.shards[1], 1, 3, 2, 8)
+    assert torch.equal(result.x[1], expected)
+    fresh = methods.local(solver=solvers.torch_optim(Counting, lr=0.05, carry=False))
+    forgetful = caden.simulate(fresh, problem, graphs.ring(3), 3, local_steps=2, deterministic=True)
+    assert not torch.equal(forgetful.x, result.x)
+
+
+def test_an_optimizer_whose_state_cannot_be_kept_is_refused():
+    method = methods.local(solver=solvers.torch_optim(Secretive, lr=0.1))
+    with pytest.raises(CadenError, match="value of type object"):
+        caden.simulate(method, make(), graphs.ring(3), 1)
 
 
 def test_muon_takes_kernels_as_matrices():
@@ -359,6 +407,82 @@ def test_a_memmap_gives_what_the_array_gives(tmp_path):
         torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
+class Numbered(IterableDataset):
+    """Images that are all n or, for the second agent, all -n, for n = 1, 2, ... up to 5,000."""
+
+    def __init__(self, sign):
+        self.sign, self.given = sign, 0
+
+    def __iter__(self):
+        for n in range(1, 5001):
+            self.given = n
+            yield torch.full((1, 8, 8), float(self.sign * n)), n % 3
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_streams_give_their_next_samples_to_their_own_agent(batched):
+    sources = [Numbered(1), Numbered(-1)]
+    with pytest.warns(UserWarning, match="sees other samples"):
+        streams = caden.data.Streams([DataLoader(s, batch_size=5) for s in sources] if batched else sources)
+    problem = make(data=streams, agents=2)
+    for view in (problem.at(0), problem.at(0).redraw(1), problem.at(1)):
+        for agent, sign in enumerate((1, -1)):
+            inputs, targets = view.batch(agent)
+            first = int(inputs[0].abs().max())
+            numbers = torch.arange(first, first + 8)
+            assert torch.equal(inputs[:, 0, 0, 0], sign * numbers.float()) and torch.equal(targets, numbers % 3)
+            assert torch.equal(view.batch(agent)[0], inputs)  # the functions of a step do not change
+    following = int(problem.at(2).batch(0)[0].min())
+    assert following == int(problem.at(1).batch(0)[0].max()) - 15  # the views of two rounds read one after the other
+    before = sources[1].given
+    first_only = {"participation": lambda t, draw: np.array([True, False]), "local_steps": 2}
+    result = caden.simulate(methods.dpsgd(), problem, graphs.path(2), 3, **first_only)
+    assert result.rows[-1]["gradients"] == 6 and sources[1].given == before
+
+
+@pytest.mark.filterwarnings("ignore:Streams cannot be read again")
+def test_streams_that_cannot_be_used_are_one_line():
+    inputs, targets = images()
+    pairs = list(zip(inputs, targets))
+    short = caden.data.Streams([pairs[:3]] * 3)  # begins anew
+    assert make(data=short).at(0).batch(0)[0].shape == (8, 1, 8, 8)
+    for streams, message in (
+        ([], "one iterable per agent"),
+        ([pairs] * 2, "`agents` must be 2"),
+        ([[]] * 3, "no samples"),
+    ):
+        with pytest.raises(CadenError, match=message):
+            make(data=caden.data.Streams(streams))
+    with pytest.raises(CadenError, match="ended and cannot be iterated again"):
+        make(data=caden.data.Streams([iter(pairs[:9])] * 3))
+    with pytest.raises(CadenError, match="is a DataLoader: pass its `dataset`"):
+        make(data=DataLoader(list(zip(inputs, targets))))
+
+
+def test_a_hugging_face_dataset_gives_what_the_arrays_give():
+    datasets = pytest.importorskip("datasets")
+    inputs, targets = images()
+    columns = {"pixels": inputs.numpy().tolist(), "label": targets.tolist()}
+    plain = datasets.Dataset.from_dict(columns)
+    method = methods.caden(0.1, solver={"name": "torch_optim", "lr": 0.01})
+    ends = [
+        caden.simulate(
+            method, make(data=data, partition="dirichlet", **options), graphs.ring(3), 3, deterministic=True
+        ).x
+        for data, options in (
+            ((inputs, targets), {}),
+            (plain, {}),
+            (plain.with_format("torch"), {}),
+            (plain.with_format("numpy").rename_column("label", "digit"), {"label": "digit"}),
+        )
+    ]
+    assert all(torch.equal(ends[0], end) for end in ends[1:])
+    with pytest.raises(CadenError, match="choose one of 'train'"):
+        make(data=datasets.DatasetDict({"train": plain}))
+    with pytest.raises(CadenError, match="Streams"):
+        make(data=plain.to_iterable_dataset())
+
+
 class TwoInputs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -581,13 +705,20 @@ def test_metrics_in_between_are_cheap_and_the_last_row_is_complete():
     assert exact.rows[-1]["gradients"] == result.rows[-1]["gradients"]
 
 
-def test_a_run_that_stops_early_ends_with_all_test_data():
-    problem = make()
-    result = caden.simulate(
-        methods.dpsgd(), problem, graphs.ring(3), 20, local_steps=2, callbacks=[lambda row, state: row["round"] == 4]
-    )
+@pytest.mark.parametrize("checkpoint_every", [4, 25])  # the checkpoint relies on the last row, or there is none
+def test_a_run_that_stops_early_ends_with_all_test_data(tmp_path, checkpoint_every):
+    problem, folder = make(), tmp_path / "run"
+    options = {"local_steps": 2, "directory": folder, "checkpoint_every": checkpoint_every, "picture": False}
+    stop = [lambda row, state: row["round"] == 4]
+    result = caden.simulate(methods.dpsgd(), problem, graphs.ring(3), 20, callbacks=stop, **options)
     assert result.stopped == "callback"
-    assert result.summary()["accuracy"] == pytest.approx(float(problem.evaluate(result.x)["accuracy"].mean()))
+    everything = pytest.approx(float(problem.evaluate(result.x)["accuracy"].mean()))
+    assert result.summary()["accuracy"] == everything
+    rows = pd.read_csv(folder / "metrics.csv")
+    assert list(rows["round"]) == [0, 1, 2, 3, 4] and rows["accuracy"].iloc[-1] == everything
+    if checkpoint_every == 4:
+        longer = caden.simulate(methods.dpsgd(), problem, graphs.ring(3), 6, resume=True, **options)
+        assert list(longer.history["round"]) == list(range(7)) and longer.rows[4]["accuracy"] == everything
 
 
 def test_recorded_rounds_are_those_that_are_tested():

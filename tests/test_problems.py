@@ -295,15 +295,31 @@ def test_the_papers_network_has_its_dimension():
     assert sum(p.numel() for p in mlp(784, 10).parameters()) == 101_632
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_smoke():
-    problem = classification(network(), data(), data(20, seed=1), agents=4, device="cuda")
-    for participation in (1.0, 0.5):
-        result = caden.simulate(
-            caden.methods.caden(mu_z=0.5), problem, caden.graphs.ring(4), rounds=3, participation=participation
-        )
-        assert result.x.is_cuda
-        assert torch.isfinite(result.x).all()
+def present(device):
+    there = torch.cuda.is_available() if device == "cuda" else torch.backends.mps.is_available()
+    return pytest.param(device, marks=pytest.mark.skipif(not there, reason=f"no {device} device"))
+
+
+@pytest.mark.parametrize("device", [present("cuda"), present("mps")])
+def test_other_devices_train_or_say_what_they_lack(device):
+    def make(device):
+        return classification(network(), data(), data(20, seed=1), agents=4, batch_size=5, device=device)
+
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except TypeError:  # as on Apple's GPUs
+        with pytest.raises(CadenError, match="float64"):
+            make(device)
+        return
+    problem, reference = make(device), make("cpu")
+    x = reference.start.expand(4, -1)
+    for got, expected in zip(problem.at(1).value_and_grad(x.to(device)), reference.at(1).value_and_grad(x)):
+        torch.testing.assert_close(got.cpu(), expected, rtol=1e-3, atol=1e-4)
+    for solver in ("lbfgs", {"name": "torch_optim", "optimizer": "Muon", "lr": 0.01}):
+        for participation in (1.0, 0.5):
+            method = caden.methods.caden(mu_z=0.5, solver=solver)
+            result = caden.simulate(method, problem, caden.graphs.ring(4), rounds=3, participation=participation)
+            assert result.x.device.type == device and bool(result.x.isfinite().all())
 
 
 def test_the_batch_of_a_round_depends_on_seed_round_and_agent_alone():

@@ -28,6 +28,7 @@ from caden.data._shards import held as held
 from caden.data._shards import is_lazy as is_lazy
 from caden.data._shards import leaves as leaves
 from caden.data._shards import over as over
+from caden.data._streams import Streams as Streams
 from caden.data._tables import keel as keel
 from caden.data._tables import svmlight as svmlight
 from caden.errors import CadenError, require_choice

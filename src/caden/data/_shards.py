@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from caden.draws import randomness
 from caden.errors import CadenError
@@ -85,9 +85,11 @@ class Reader:
         self.runs_code = not self._arrays  # of the user, which may be random
         if isinstance(data, IterableDataset):
             raise CadenError(
-                "An IterableDataset has no samples by index, so no draw of it could be repeated: train with it in a "
-                "loop of your own, with `caden.Agent`."
+                "An IterableDataset has no samples by index: pass one per agent in `caden.data.Streams`, or train with "
+                "it in a loop of your own, with `caden.Agent`."
             )
+        if isinstance(data, Mapping):
+            raise CadenError(f"`train` is a dictionary of data sets: choose one of {', '.join(map(repr, data))}.")
         self.count = len(leaves(data[0])[0]) if self._arrays else len(data)
         if self._arrays and any(len(part) != self.count for part in leaves(data)):
             raise CadenError(f"`train` has {self.count} inputs but {len(data[1])} targets.")
@@ -108,9 +110,14 @@ class Reader:
 
     def _sample(self, index: int) -> Any:
         try:
-            return self._data[index]
+            sample = self._data[index]
+        except CadenError:
+            raise
         except Exception as error:  # of the user's code
             raise CadenError(f"Sample {index} cannot be read ({type(error).__name__}: {error}).") from error
+        if isinstance(sample, Mapping):  # Hugging Face datasets have lists, unless they have another format
+            return {key: np.asarray(part) if isinstance(part, list) else part for key, part in sample.items()}
+        return sample
 
     def _split(self, samples: Any) -> tuple[Any, Any]:
         if isinstance(samples, Mapping):  # as of a Hugging Face dataset
@@ -160,6 +167,11 @@ def is_lazy(data: Any) -> bool:
 
 def held(data: Any, name: str, dtype: torch.dtype, device: str) -> Held:
     """Return a pair (inputs, targets) of arrays or tensors in memory; inputs may be a tuple or a dictionary of them."""
+    if isinstance(data, DataLoader):
+        raise CadenError(
+            f"`{name}` is a DataLoader: pass its `dataset` and `batch_size`, or one loader per agent in "
+            "`caden.data.Streams`."
+        )
     if isinstance(data, TensorDataset):
         if len(data.tensors) < 2:
             raise CadenError(f"`{name}` must have inputs and targets.")

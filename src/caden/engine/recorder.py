@@ -48,6 +48,7 @@ class Recorder:
     ):
         self.run, self._row, self._exact = run, row, exact or not run.problem.stochastic
         self.rows: list[Row] = []
+        self._completed = False  # the last row, by `complete`
         self.run_dir = RunDirectory(directory) if directory is not None else None
         self._checkpoints = None if directory is None else Checkpoints(directory, run.network.transport)
         self._writes = self.run_dir if run.network.transport.rank == 0 else None
@@ -86,10 +87,15 @@ class Recorder:
         return row
 
     def complete(self) -> None:
-        """Measure the last row on all test data, if the run ended early; metrics.csv keeps that of the sample."""
-        if self.rows and not self._exact and self.run.index != self.run.rounds:
-            gather = self.run.network.transport.gather if self._row is full_row else None
-            self.rows[-1] |= on_test_data(self.run, True, gather)
+        """Measure the last row on all test data, if the run ends early; before a checkpoint relies on that row."""
+        if not self.rows or self._exact or self._completed or self.run.index == self.run.rounds:
+            return
+        gather = self.run.network.transport.gather if self._row is full_row else None
+        self.rows[-1] |= on_test_data(self.run, True, gather)
+        self._completed = True
+        if self._writes:
+            with explained(self._writes.path):
+                self._writes.replace_last(self.rows[-1])
 
     def save(self, tensors: Mapping[str, Tensor] = MappingProxyType({}), sync: bool = True, **numbers: float) -> None:
         """Write a checkpoint with the caller's additions; the metrics it depends on are on disk before it."""

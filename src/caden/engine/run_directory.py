@@ -62,6 +62,7 @@ class RunDirectory:
             path / "model.safetensors",
         )
         self._written, self._digest = 0, hashlib.blake2b(digest_size=16)  # of the metrics
+        self._before_last, self._relied_on = 0, 0  # bytes before the last row, and those that a checkpoint relies on
 
     def create(self, config: str, seed: int, graph: Graph) -> None:
         """Create the directory with its configuration and graph; an existing one is never touched."""
@@ -98,6 +99,7 @@ class RunDirectory:
         writer.writerow({k: "" if row.get(k) is None else repr(row[k]) for k in fields})
         data = text.getvalue().encode()
         durable.append(self.metrics, data)
+        self._before_last = self._written
         self._written += len(data)
         self._digest.update(data)
 
@@ -106,6 +108,13 @@ class RunDirectory:
         if self.metrics.exists():
             durable.truncate(self.metrics, size)
         self._written, self._digest = size, hashlib.blake2b(self._head(size), digest_size=16)
+        self._relied_on = size
+
+    def replace_last(self, row: Row) -> None:
+        """Write another last row, unless a checkpoint relies on the one that is there."""
+        if self._relied_on <= self._before_last:
+            self.cut(self._before_last)
+            self.append(row)
 
     def _head(self, size: int) -> bytes:
         try:
@@ -118,6 +127,7 @@ class RunDirectory:
         """Return what a checkpoint must know about the other files, after forcing the metrics to disk if `sync`."""
         if sync and self.metrics.exists():
             durable.sync(self.metrics)
+        self._relied_on = self._written
         metrics = {"bytes": self._written, "digest": self._digest.hexdigest()}
         return {"config": self._config_digest(), "metrics": metrics}
 

@@ -104,6 +104,8 @@ def simulate(
                     bar.update(run.index, row)
                 if lost:
                     raise _diverged(recorder, stopping, x0, lost)
+                if why is not None:
+                    recorder.complete()
                 halt = transport.reduce([float(interrupted.is_set())], "max")[0]
                 if run.index % saving.checkpoint_every == 0 or halt:
                     recorder.save()

@@ -12,7 +12,19 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from caden._tensor.devices import require_device
-from caden.data import Held, OnDemand, Partition, Reader, Shard, held, is_lazy, leaves, over, partition_from_spec
+from caden.data import (
+    Held,
+    OnDemand,
+    Partition,
+    Reader,
+    Shard,
+    Streams,
+    held,
+    is_lazy,
+    leaves,
+    over,
+    partition_from_spec,
+)
 from caden.errors import CadenError, require_choice, require_integer
 from caden.problems._model import Loss, Training, accuracy, is_mean
 from caden.problems._module import Module
@@ -98,7 +110,7 @@ def classification(
             statistics of the batch. Parameters with requires_grad=False do not change.
         train, test: a pair (inputs, targets) of arrays or tensors, or a torch or Hugging Face Dataset; inputs may be a
             tuple or a dictionary, which the model takes as arguments. A Dataset and a numpy memmap are read when they
-            are used, so random transforms are drawn anew. `test` may be None.
+            are used, so random transforms are drawn anew. `train` may be `caden.data.Streams`; `test` may be None.
         partition: "iid", "dirichlet", "shards", "sizes", a table with `name` and parameters, a function
             (labels, agents, seed) -> index arrays, or the index arrays themselves.
         loss: (output, target) -> mean over the samples. metrics: name -> (output, target) -> number on the test data.
@@ -128,6 +140,10 @@ def classification(
             require_integer(name, value, least=1)
     if autocast is not None:
         require_choice("autocast", autocast, _AUTOCAST)
+    if isinstance(train, Streams):
+        if agents != train.agents:
+            raise CadenError(f"`agents` must be {train.agents}, the number of streams, got {agents}.")
+        partition = train.parts()
     train, lazy = _source(train, dtype, device, label, batch_size)
     wanted = list(range(agents)) if hosted is None else hosted
     shards, parts, targets = _shards(

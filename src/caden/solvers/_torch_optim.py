@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ from caden.errors import CadenError, require_choice, require_positive
 from caden.registry import load_object
 from caden.solvers import _iterate
 from caden.solvers._iterate import Iterate, start
+from caden.solvers._team import Build, Layout, Team
 
-Build = Callable[[list[nn.Parameter]], list[Optimizer]]
 Schedule = Callable[[float], float]
 
 # Those whose steps treat every number alike, so that the rows of many agents can be one parameter.
@@ -35,86 +35,7 @@ class Memory(NamedTuple):
     gradient: Tensor  # (k, d)
     curvature: Tensor  # (k,)
     taken: Tensor  # (k,) steps taken so far: an optimizer has no state before its first one
-    slots: Tensor  # (k, n) the optimizers' states, in the order of `_Place`
-
-
-class _Place(NamedTuple):
-    """Where a number or tensor of an optimizer's state is kept."""
-
-    parameter: int
-    key: str
-    shape: torch.Size
-    dtype: torch.dtype
-    is_tensor: bool
-
-
-class _Team:
-    """Optimizers of the parameters of one agent, or elementwise ones of the rows of several agents."""
-
-    def __init__(self, rows: Tensor, values: Tensor, shapes: Sequence[torch.Size], together: bool, build: Build):
-        self.rows, self.values = rows, values.clone()  # (g,), (g, d)
-        parts = [self.values] if together else _views(self.values[0], shapes)
-        self.parameters, self._together = [nn.Parameter(part) for part in parts], together
-        self.optimizers = build(self.parameters)
-        self._rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
-
-    def _states(self) -> list[dict[str, Any]]:
-        owner = {p: o for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        by_storage = {p.data_ptr(): o.state[p] for p, o in owner.items()}
-        return [by_storage[p.data_ptr()] for p in self.parameters]
-
-    def step(self, gradient: Tensor, factor: float) -> None:
-        """Take one step along (g, d) gradients."""
-        parts = [gradient] if self._together else _views(gradient[0], [p.shape for p in self.parameters])
-        for parameter, part in zip(self.parameters, parts):
-            parameter.grad = part
-        for optimizer, rates in zip(self.optimizers, self._rates):
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * factor
-                for parameter in group["params"]:
-                    if parameter.grad is None:  # a reshaped view
-                        whole = next(p for p in self.parameters if p.data_ptr() == parameter.data_ptr())
-                        assert whole.grad is not None
-                        parameter.grad = whole.grad.view_as(parameter)
-            optimizer.step()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def places(self) -> list[_Place]:
-        """Return where the state is kept, after a step."""
-        places = []
-        for i, state in enumerate(self._states()):
-            for key in sorted(k for k, v in state.items() if v is not None):
-                value = torch.as_tensor(state[key])
-                shape = value.shape[1:] if self._together and value.ndim else value.shape
-                places.append(_Place(i, key, shape, value.dtype, isinstance(state[key], Tensor)))
-        return places
-
-    def load(self, places: list[_Place], slots: Tensor) -> None:
-        """Restore the state from (g, n) numbers."""
-        states = self._states()
-        for place, part in zip(places, torch.split(slots, [p.shape.numel() for p in places], dim=1)):
-            value = part.to(place.dtype, copy=True)
-            if self._together and place.shape:
-                value = value.view(len(self.rows), *place.shape)
-            else:  # one agent, or a number that all of them share, such as the count of steps
-                value = value[0].reshape(place.shape)
-            states[place.parameter][place.key] = value if place.is_tensor else value.item()
-
-    def slots(self, places: list[_Place], like: Tensor) -> Tensor:
-        """Return the state as (g, n) numbers."""
-        states, count = self._states(), len(self.rows)
-        parts = []
-        for place in places:
-            value = torch.as_tensor(states[place.parameter][place.key]).to(like)
-            together = self._together and bool(place.shape)
-            parts.append(value.reshape(count, -1) if together else value.reshape(1, -1).expand(count, -1))
-        return torch.cat(parts, dim=1) if parts else like.new_empty(count, 0)
-
-
-def _views(row: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    parts = torch.split(row, [shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes)]
+    slots: Tensor  # (k, n) the optimizers' states, in the order of `Layout.places`
 
 
 def _muon(
@@ -202,41 +123,41 @@ class _Optimizers:
 
     def __init__(self, build: Build, elementwise: bool, carry: bool, rate: Schedule, clip: float | None):
         self._build, self._elementwise, self._carry, self._rate, self._clip = build, elementwise, carry, rate, clip
-        self._places: dict[tuple[Any, ...], list[_Place]] = {}  # a cache: a function of the problem and the options
+        self._layouts: dict[tuple[Any, ...], Layout] = {}  # a cache: a function of the problem and the options
 
-    def _team(self, problem: Problem, rows: Tensor, values: Tensor) -> _Team:
+    def _team(self, problem: Problem, rows: Tensor, values: Tensor) -> Team:
         shapes = [torch.Size([problem.dim])] if problem.shapes is None else problem.shapes
-        return _Team(rows, values, shapes, self._together(), self._build)
+        return Team(rows, values, shapes, self._together(), self._build)
 
     def _together(self) -> bool:
         return self._elementwise and not rows_separately()
 
-    def _layout(self, problem: Problem, x: Tensor) -> list[_Place]:
+    def _layout(self, problem: Problem, x: Tensor) -> Layout:
         """Return what the optimizer keeps, as a step with zero gradients shows."""
         key = (tuple(problem.shapes or ()), problem.dim, x.dtype, x.device, self._together())
-        if key not in self._places:
+        if key not in self._layouts:
             trial = self._team(problem, torch.zeros(1, dtype=torch.int64), torch.zeros_like(x[:1]))
             try:
                 trial.step(torch.zeros_like(x[:1]), 1.0)
             except (TypeError, RuntimeError) as error:
                 raise CadenError(f"This optimizer cannot be a local solver ({str(error).splitlines()[0]}).") from None
-            self._places[key] = trial.places()
-        return self._places[key]
+            self._layouts[key] = trial.layout()
+        return self._layouts[key]
 
     def init(self, problem: Problem, x: Tensor, curvature: Tensor | None) -> Memory:
-        width = sum(place.shape.numel() for place in self._layout(problem, x)) if self._carry else 0
+        width = sum(place.shape.numel() for place in self._layout(problem, x).places) if self._carry else 0
         taken = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         return Memory(*start(problem, x, curvature), taken, x.new_zeros(len(x), width))
 
     def solve(self, objective: Objective, x: Tensor, work: Tensor, memory: Memory) -> Solved:
-        known, places = _iterate.Memory(*memory[:3]), self._layout(objective.problem, x)
+        known, layout = _iterate.Memory(*memory[:3]), self._layout(objective.problem, x)
         now = Iterate(objective, x, known, work, fresh=True)
         teams = []
         alone = not self._together() or objective.accuracy is not None  # agents that may stop at different steps
         for group in _alike(memory.taken, work, not alone):
             teams.append(self._team(objective.problem, group, now.x[group]))
             if self._carry and int(memory.taken[group[0]]) > 0:
-                teams[-1].load(places, memory.slots[group])
+                teams[-1].load(layout, memory.slots[group])
         factor = self._rate(objective.elapsed)
         for _, rows in now.local_steps():
             gradient = now.full_gradient(rows)
@@ -249,11 +170,11 @@ class _Optimizers:
         if self._carry and teams:
             taken, slots = taken + now.steps, slots.clone()
             for team in teams:
-                slots[team.rows] = team.slots(places, slots)
+                slots[team.rows] = team.slots(layout, slots)
         return Solved(now.x, Memory(now.value, now.gradient, now.curvature, taken, slots), now.info())
 
 
-def _step(teams: list[_Team], x: Tensor, gradient: Tensor, rows: Tensor | None, factor: float) -> Tensor:
+def _step(teams: list[Team], x: Tensor, gradient: Tensor, rows: Tensor | None, factor: float) -> Tensor:
     """Return where the teams get from x (k', d), which belongs to `rows`."""
     point = x.clone()
     position = None if rows is None else {row: n for n, row in enumerate(rows.tolist())}
