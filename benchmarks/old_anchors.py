@@ -4,8 +4,8 @@
 
 Rounds with a deadline: some agents take several rounds for a step. `caden.Clock` lets such an agent solve with the
 anchors of the round in which it is ready. Here the other rule is tried, too: it solves with the anchors that it had
-when it began. CADEN in edges with exact solves on quadratics, agent by agent; the table shows the largest distance from the
-minimiser after 600 rounds, relative to that at the start.
+when it began. CADEN in edges with exact solves on quadratics, agent by agent; the table shows the largest distance from
+the minimiser after 600 rounds, relative to that at the start.
 """
 
 from __future__ import annotations
