@@ -38,6 +38,7 @@ AGENTS, SLOW = 6, 5  # agent 5 is the slow one
 NETWORK = "10.77.1"
 TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 ONE, TWO = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+SLICE = 2000  # microseconds that a host may compute at a time
 MEMORY = Path("/dev/shm")  # six peers that write to one disk would wait for each other
 
 
@@ -131,13 +132,13 @@ def processors(shares: list[float]) -> Iterator[list[Path]]:
     try:
         for group, share in zip(groups, shares):
             group.mkdir()
-            period = int(1000 / share)
+            period = int(SLICE / share)
             if unified:
-                (group / "cpu.max").write_text(f"1000 {period}")
+                (group / "cpu.max").write_text(f"{SLICE} {period}")
                 (group / "cpu.weight").write_text("10000")  # whatever else runs on this machine
             else:
                 (group / "cpu.cfs_period_us").write_text(str(period))
-                (group / "cpu.cfs_quota_us").write_text("1000")
+                (group / "cpu.cfs_quota_us").write_text(str(SLICE))
                 (group / "cpu.shares").write_text("100000")
         yield [group / "cgroup.procs" for group in groups]
     finally:

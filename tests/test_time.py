@@ -1,8 +1,13 @@
 """Planning by simulated time, and measuring machines and links for it."""
 
+import re
+import runpy
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -161,3 +166,16 @@ def test_answering_ends_by_itself(tmp_path):
 def test_wrong_input_gets_one_line(call, arguments, message):  # noqa: F811
     code, _, errors = call(*arguments)
     assert code == 2 and message in errors and len(errors.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_fleet_takes_as_long_as_predicted():
+    """Six hosts in namespaces, one slow, in lockstep: within 15 % (see the script)."""
+    script = Path(__file__).parents[1] / "benchmarks" / "fleet_time.py"
+    if lacks := runpy.run_path(str(script))["missing"]():
+        pytest.skip(lacks)
+    done = subprocess.run(
+        [sys.executable, script, "--modes", "lockstep"], capture_output=True, text=True, timeout=600, check=True
+    )
+    deviation = float(re.search(r"largest deviation: ([\d.]+)%", done.stdout)[1])
+    assert deviation < 15, done.stdout

@@ -2,7 +2,7 @@
 
 A machine: one agent of an experiment makes its steps as a peer does, with checkpoints and metrics. Its neighbours are
 an echo first, and then live in the same process and talk to it over real links on this machine. They do as much for
-these links as the agent does, so half of the difference is what the links cost it.
+these links as the agent does, so half of the additional processor time is what the links cost it.
 
 A link: `answer` listens on one machine, and `measure_link` on another asks it for some bytes over TCP, one connection
 for all. Half of the shortest round trip is the latency.
@@ -10,6 +10,7 @@ for all. Half of the shortest round trip is the latency.
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
 import socket
 import statistics
@@ -130,17 +131,26 @@ def measure_machine(config: Experiment, agent: int = 0, steps: int = 20) -> Mach
         return [agent]
 
     built = config.build(hosted)
-    alone = _measure_steps(config, agent, steps, built, _Echo())
-    try:
+    alone = linked = _measure_steps(config, agent, steps, built, _Echo())
+    if importlib.util.find_spec("zenoh"):  # without the extra "peers" there are no links
         _, problem, graph = built
         like, neighbours = torch.empty(problem.dim, dtype=problem.dtype), graph.neighbours(agent)
         linked = _measure_steps(config, agent, steps, built, _Neighbours(neighbours, like))
-    except ImportError:  # without the extra "peers" there are no links
-        linked = alone
-    return Machine(alone.compute, max((alone.overhead + linked.overhead) / 2, 0.0))
+    links = max(linked.processor - alone.processor, 0.0) / 2
+    overhead = alone.seconds - alone.gradient_seconds + links * alone.seconds / alone.processor
+    return Machine(alone.gradient_seconds / alone.gradients, max(overhead, 0.0))
 
 
-def _measure_steps(config: Experiment, agent: int, steps: int, built: Any, link: _Echo) -> Machine:
+class _Step(NamedTuple):
+    """What a step takes, on average or by itself."""
+
+    gradients: float
+    gradient_seconds: float
+    seconds: float
+    processor: float  # seconds of all threads
+
+
+def _measure_steps(config: Experiment, agent: int, steps: int, built: Any, link: _Echo) -> _Step:
     method, problem, graph = built
     conditions = Conditions(schedules.from_spec(config.participation), config.workload, config.messages)
     run, start = prepare(method, problem, graph, conditions, config.seed, Lockstep(agent, link))
@@ -151,22 +161,21 @@ def _measure_steps(config: Experiment, agent: int, steps: int, built: Any, link:
             run.begin(start)
             recorder.create("", config.seed)
             measured = [_step(run, recorder, config.record_every, link) for _ in range(steps + 1)]
-    measured = [m for m in measured[1:] if m[0]]  # not the first, which prepares; not those asleep
+    measured = [m for m in measured[1:] if m.gradients]  # not the first, which prepares; not those asleep
     if not measured:
         raise CadenError("The agent slept through all steps: raise `participation` or `--steps`.")
-    gradients, seconds, total = (sum(values) for values in zip(*measured))
-    return Machine(seconds / gradients, (total - seconds) / len(measured))
+    return _Step(*(sum(values) / len(measured) for values in zip(*measured)))
 
 
-def _step(run: Run, recorder: Recorder, record_every: int, link: _Echo) -> tuple[int, float, float]:
-    """Make a step as a peer does; return its gradients, their seconds, and all seconds."""
-    before, began = (run.problem.gradients, run.problem.seconds), time.perf_counter()
+def _step(run: Run, recorder: Recorder, record_every: int, link: _Echo) -> _Step:
+    """Make a step as a peer does."""
+    before = run.problem.gradients, run.problem.seconds, time.perf_counter(), time.process_time()
     run.step()
     recorder.save(link.buffers(), sync=False)
     if run.index % record_every == 0:
         recorder.record()
-    total = time.perf_counter() - began
-    return run.problem.gradients - before[0], run.problem.seconds - before[1], total
+    after = run.problem.gradients, run.problem.seconds, time.perf_counter(), time.process_time()
+    return _Step(*(b - a for a, b in zip(before, after)))
 
 
 def _row(run: Run, exact: bool, last: bool) -> Row:
