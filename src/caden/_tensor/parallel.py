@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 
+_SLICE = 1 << 15  # numbers of a slice: fewer are processed sooner than a thread wakes up
+
 
 @cache
 def _workers(process: int, threads: int) -> ThreadPoolExecutor:
@@ -64,6 +66,16 @@ def run_in_threads(function: Callable[[int], object], items: Iterable[int]) -> N
         torch.set_num_threads(threads)
     for helper in helpers:
         helper.result()
+
+
+def run_in_slices(function: Callable[[int, int], object], rows: int, size: int) -> None:
+    """Call `function` on ranges of rows, of `size` numbers each, that are large enough to be worth a thread."""
+    threads = min(torch.get_num_threads(), rows, rows * size // _SLICE)
+    if threads < 2:
+        function(0, rows)
+        return
+    ends = [rows * n // threads for n in range(threads + 1)]
+    run_in_threads(lambda n: function(ends[n], ends[n + 1]), range(threads))
 
 
 def run_in_order(function: Callable[[int], object], items: Iterable[int]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from caden._tensor.compiled import compiles
 from caden._tensor.devices import require_device
 from caden._tensor.parallel import AGENT_LOOPS
 from caden._tensor.rows import aligned, batched_mv, row_dots, row_numbers, rows_separately, take_rows, view_rows
@@ -33,6 +34,10 @@ class Logistic(Problem):
         self.execution = ("turns" if signed[0].numel() >= _LARGE else "bmm") if execution == "auto" else execution
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if compiles(x):
+            from caden.problems import _compiled
+
+            return _compiled.logistic(self.signed, self.share, self.alpha, self.l2, x, rows)
         value, gradient = self._losses(x, rows, self.execution)
         if self.l2:
             value += self.l2 / 2 * row_dots(x, x)

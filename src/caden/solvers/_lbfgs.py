@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from caden._tensor.compiled import compiles
 from caden._tensor.parallel import run_in_threads
 from caden._tensor.rows import (
     WIDE,
@@ -36,10 +37,11 @@ from caden._tensor.rows import (
 from caden.core import LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, require_choice, require_integer, require_number
 from caden.solvers._blocks import in_blocks
-from caden.solvers._iterate import Iterate, Memory, Trial, start
+from caden.solvers._iterate import FLOOR, Iterate, Memory, Trial, start
 
 _ARMIJO = 1e-4
 _BLOCK = 1 << 22  # numbers of the memory that are processed together
+_NARROW = 1 << 12  # rows shorter than this are worth compiled loops; longer ones take their time in any case
 _TRIALS = 3  # the direction, a shortened one, a safe gradient step
 
 
@@ -201,6 +203,29 @@ class _LocalSteps:
         self.everyone = torch.arange(len(now.x), device=now.x.device)
         self.rejected, self.fallbacks, self.stalled = 0, 0, set[int]()
 
+    def run(self, objective: Objective) -> None:
+        """Take all local steps, all rows together."""
+        now, common = self.now, int(self.now.work.min())
+        for iteration in range(int(now.work.max())):
+            g = now.full_gradient(None)
+            live = row_norms(g) != 0
+            if iteration >= common or objective.accuracy is not None:
+                live &= now.live(iteration)
+            if not bool(live.any()):
+                break
+            rows = rows_where(live)
+            g = take_rows(g, rows)
+            self.search(rows, g, *self.descent(rows, g))
+
+    def run_compiled(self, objective: Objective) -> None:
+        """Take all local steps, row by row in compiled loops: the same to rounding, with far fewer calls."""
+        from caden.solvers import _lbfgs_compiled as compiled
+
+        accuracy = torch.nan if objective.accuracy is None else objective.accuracy
+        rule = accuracy, objective.overshoot, FLOOR, torch.finfo(self.now.x.dtype).eps, _TRIALS
+        settings = compiled.Settings(self.eps, self.backtrack, _ARMIJO, *rule)
+        self.rejected, self.fallbacks, self.stalled = compiled.run(self.now, self.pairs, settings)
+
     def descent(self, rows: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return the quasi-Newton step p, a gradient step where that does not descend, and the (k',) slope along it."""
         shift = take_rows(self.now.rho, rows) + self.eps
@@ -283,17 +308,11 @@ def lbfgs(
     def solve(objective: Objective, x: Tensor, work: Tensor, state: LBFGSMemory) -> Solved:
         now, steps = Iterate(objective, x, Memory(*state[:3]), work), int(work.max())
         pairs = Pairs(*state[3:]) if carry else no_pairs(x, min(memory, max(steps - 1, 0)), stored_dtype)
-        local, common = _LocalSteps(now, pairs, eps, line_search == "backtrack"), int(work.min())
-        for iteration in range(steps):
-            g = now.full_gradient(None)
-            live = row_norms(g) != 0
-            if iteration >= common or objective.accuracy is not None:
-                live &= now.live(iteration)
-            if not bool(live.any()):
-                break
-            rows = rows_where(live)
-            g = take_rows(g, rows)
-            local.search(rows, g, *local.descent(rows, g))
+        local = _LocalSteps(now, pairs, eps, line_search == "backtrack")
+        if x.shape[1] < _NARROW and compiles(x) and pairs.vectors.dtype == x.dtype:
+            local.run_compiled(objective)
+        else:
+            local.run(objective)
         stalled = sorted(local.stalled)
         if stalled:  # the curvature raised there is meant for this solve only
             now.curvature[stalled] = state.curvature[stalled]

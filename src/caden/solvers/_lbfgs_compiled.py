@@ -1,0 +1,295 @@
+"""The local steps of `_lbfgs.py`, row by row in loops that numba compiles.
+
+Tensors of a few numbers cost nearly as much per call as large ones, and a local step takes a hundred calls. Here it
+takes one, and an evaluation of the problem. Every row is computed by itself, so its bits do not depend on the others,
+and rows need not wait for each other: each goes on with its next step while others try a rejected one again.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+
+from caden._tensor.compiled import RELAXED
+from caden._tensor.parallel import run_in_slices
+from caden._tensor.rows import take_rows
+
+_NEW_STEP, _FINISHED = -1, -2  # instead of the number of a row's trial
+
+
+class Rows(NamedTuple):
+    """The arrays of a solve, all of them changed in place."""
+
+    x: np.ndarray  # (k, d), as in `Iterate`
+    slope: np.ndarray  # (k, d)
+    value: np.ndarray  # (k,)
+    gradient: np.ndarray  # (k, d)
+    curvature: np.ndarray  # (k,)
+    rho: np.ndarray  # (k,) float64
+    work: np.ndarray  # (k,) int64
+    steps: np.ndarray  # (k,) int64 accepted
+    vectors: np.ndarray  # (k, 2M, d), as in `Pairs`
+    gram: np.ndarray  # (k, 2M, 2M)
+    stored: np.ndarray  # (k,)
+    start: np.ndarray  # (k, d) where the solve began
+    first: np.ndarray  # (k,) norm of grad h there
+    begun: np.ndarray  # (k,) int64 local steps
+    trial: np.ndarray  # (k,) int64 number of the trial under way
+    place: np.ndarray  # (k,) int64 row of its evaluation
+    p: np.ndarray  # (k, d) the step on trial
+    descent: np.ndarray  # (k,) float64 slope of h along p
+    worst: np.ndarray  # (k,) float64 curvature met by rejected trials
+    rejected: np.ndarray  # (k,) int64
+    fallbacks: np.ndarray  # (k,) int64
+    stalled: np.ndarray  # (k,) bool
+
+
+class Settings(NamedTuple):
+    """The parameters of a solve."""
+
+    eps: float  # of `lbfgs`
+    backtrack: bool
+    armijo: float
+    accuracy: float  # NaN: none
+    overshoot: float
+    floor: float  # of the rule of accuracy, in units of the rounding error
+    rounding: float  # of x, relative
+    trials: int
+
+
+_compiled = njit(cache=True, nogil=True, fastmath=RELAXED)
+
+
+@_compiled
+def _dot(a, b):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for c in range(len(a)):
+        total += np.float64(a[c]) * np.float64(b[c])
+    return total
+
+
+@_compiled
+def _full_gradient(rows, i, g):  # type: ignore[no-untyped-def]
+    for c in range(len(g)):
+        g[c] = rows.gradient[i, c] + rows.slope[i, c]
+
+
+@_compiled
+def _direction(rows, i, g, shift, scale):  # type: ignore[no-untyped-def]
+    """Write -H g into p, as `_lbfgs.direction` does; valid pairs are sorted by age, so R is triangular."""
+    d, memory, stored, p = len(g), rows.vectors.shape[1] // 2, rows.stored[i], rows.p[i]
+    if memory == 0 or stored == 0:
+        for c in range(d):
+            p[c] = -scale * g[c]
+        return
+    vectors, gram, newest = rows.vectors[i], rows.gram[i], (stored - 1) % memory
+    products = np.zeros(2 * memory)
+    count = min(stored, memory)
+    slots, used = np.empty(count, np.int64), 0
+    for n in range(count):
+        slots[n] = (stored - count + n) % memory
+    for half in range(2):
+        for n in range(count):
+            slot = half * memory + slots[n]
+            s, y, w = 0.0, 0.0, 0.0
+            for c in range(d):
+                v = np.float64(vectors[slot, c])
+                s += v * vectors[newest, c]
+                y += v * vectors[memory + newest, c]
+                w += v * g[c]
+            gram[newest, slot] = gram[slot, newest] = s
+            gram[memory + newest, slot] = gram[slot, memory + newest] = y
+            products[slot] = w
+    for n in range(count):
+        slot = slots[n]
+        if gram[slot, memory + slot] + shift * gram[slot, slot] > 0:
+            slots[used] = slot
+            used += 1
+
+    gamma = scale
+    if used > 0 and slots[used - 1] == newest:
+        ss, sf = gram[newest, newest], gram[newest, memory + newest]
+        ratio = (sf + shift * ss) / (gram[memory + newest, memory + newest] + shift * (2 * sf + shift * ss))
+        gamma = ratio if np.isfinite(ratio) else scale
+    a, q = np.empty(used), np.empty(used)  # p = R^-1 S'g and q of the compact form
+    for m in range(used - 1, -1, -1):
+        i_slot, total = slots[m], products[slots[m]]
+        for n in range(m + 1, used):
+            total -= (gram[i_slot, memory + slots[n]] + shift * gram[i_slot, slots[n]]) * a[n]
+        a[m] = total / (gram[i_slot, memory + i_slot] + shift * gram[i_slot, i_slot])
+    for m in range(used):
+        i_slot, total = slots[m], 0.0
+        for n in range(used):
+            j = slots[n]
+            sy = gram[i_slot, memory + j] + shift * gram[i_slot, j]
+            total += (gram[memory + i_slot, memory + j] + shift * (gram[j, memory + i_slot] + sy)) * a[n]
+        yg = products[memory + i_slot] + shift * products[i_slot]
+        diagonal = gram[i_slot, memory + i_slot] + shift * gram[i_slot, i_slot]
+        total = diagonal * a[m] + gamma * (total - yg)
+        for n in range(m):
+            total -= (gram[slots[n], memory + i_slot] + shift * gram[slots[n], i_slot]) * q[n]
+        q[m] = total / diagonal
+    total_p = np.empty(d)
+    for c in range(d):
+        total_p[c] = -gamma * g[c]
+    for m in range(used):
+        of_s, of_y = shift * gamma * a[m] - q[m], gamma * a[m]
+        for c in range(d):
+            total_p[c] += of_s * vectors[slots[m], c] + of_y * vectors[memory + slots[m], c]
+    for c in range(d):
+        p[c] = total_p[c]
+
+
+@_compiled
+def _is_accurate(rows, settings, i, g, norm):  # type: ignore[no-untyped-def]
+    """Return whether a row may stop by the rule of `_iterate.accurate`."""
+    rho, along, square = rows.rho[i], 0.0, 0.0
+    for c in range(len(g)):
+        way = np.float64(rows.x[i, c]) - np.float64(rows.start[i, c])
+        along += way * g[c]
+        square += way * way
+    length = np.sqrt(square)
+    enough = settings.accuracy * (rho * length if rho > 0 else rows.first[i])
+    parts = np.sqrt(_dot(rows.gradient[i], rows.gradient[i])) + np.sqrt(_dot(rows.slope[i], rows.slope[i]))
+    beyond = along > settings.overshoot * rho * square
+    return norm <= settings.floor * settings.rounding * parts or (norm <= enough and not (beyond and rho > 0))
+
+
+@_compiled
+def _propose(rows, settings, i):  # type: ignore[no-untyped-def]
+    """Begin the row's next local step, if it takes one."""
+    g = np.empty(rows.x.shape[1], rows.x.dtype)
+    _full_gradient(rows, i, g)
+    norm = np.sqrt(_dot(g, g))
+    if rows.begun[i] == 0:
+        rows.first[i] = norm
+    done = rows.begun[i] >= rows.work[i] or norm == 0
+    if not done and rows.begun[i] > 0 and not np.isnan(settings.accuracy):
+        done = _is_accurate(rows, settings, i, g, norm)
+    if done:
+        rows.trial[i] = _FINISHED
+        return
+    rows.begun[i] += 1
+    shift, known = rows.rho[i] + settings.eps, rows.curvature[i]
+    if settings.eps > 0:
+        scale = 1 / shift
+    else:
+        scale = 1 / (rows.rho[i] + known) if rows.rho[i] + known > 0 else np.inf
+        if not known > 0:
+            scale = min(scale, max(np.sqrt(_dot(rows.x[i], rows.x[i])), 1.0) / norm)
+    _direction(rows, i, g, shift, scale)
+    descent = _dot(g, rows.p[i])
+    if not descent < 0:  # not a descent direction, or not a number
+        rows.fallbacks[i] += 1
+        rows.stored[i] = 0
+        for c in range(len(g)):
+            rows.p[i, c] = -scale * g[c]
+        descent = _dot(g, rows.p[i])
+    rows.descent[i], rows.worst[i], rows.trial[i] = descent, 0.0, 0
+
+
+@_compiled
+def _accept(rows, i, value, gradient, length, curvature):  # type: ignore[no-untyped-def]
+    """Store the pair, if the subproblem is convex enough along p, and move."""
+    memory, rho, p = rows.vectors.shape[1] // 2, rows.rho[i], rows.p[i]
+    along = 0.0
+    for c in range(len(p)):
+        along += np.float64(p[c]) * np.float64(gradient[c] - rows.gradient[i, c])
+    if memory > 0 and along + rho * length**2 > 1e-6 * (rho + rows.curvature[i]) * length**2:
+        slot = rows.stored[i] % memory
+        for c in range(len(p)):
+            rows.vectors[i, slot, c] = p[c]
+            rows.vectors[i, memory + slot, c] = gradient[c] - rows.gradient[i, c]
+        rows.stored[i] += 1
+    for c in range(len(p)):
+        rows.x[i, c] += p[c]
+        rows.slope[i, c] += rho * p[c]
+        rows.gradient[i, c] = gradient[c]
+    rows.value[i] = value
+    rows.curvature[i] = max(rows.curvature[i], curvature)
+    rows.steps[i] += 1
+    rows.trial[i] = _NEW_STEP
+
+
+@_compiled
+def _reject(rows, settings, i, change, length, curvature):  # type: ignore[no-untyped-def]
+    """Shorten the step, then replace it by a safe gradient step, then give up."""
+    p, rho = rows.p[i], rows.rho[i]
+    rows.worst[i] = max(rows.worst[i], curvature)
+    if rows.trial[i] == settings.trials - 1:
+        rows.stalled[i] = True
+        rows.curvature[i] = 10 * max(rows.worst[i], rows.curvature[i] + rho)
+        rows.trial[i] = _NEW_STEP
+        return
+    rows.rejected[i] += 1
+    if rows.trial[i] == 0:
+        shorter = -rows.descent[i] / (2 * (change - rows.descent[i]))
+        shorter = 0.1 if np.isnan(shorter) else min(max(shorter, 0.1), 0.5)
+        for c in range(len(p)):
+            p[c] *= shorter
+        rows.descent[i] *= shorter
+    else:
+        rows.fallbacks[i] += 1
+        rows.stored[i] = 0
+        g = np.empty(len(p), p.dtype)
+        _full_gradient(rows, i, g)
+        known = rho + max(rows.worst[i], np.float64(rows.curvature[i]))
+        scale = 0.1 * length / np.sqrt(_dot(g, g))
+        scale = min(1 / known, scale) if known > 0 else scale
+        for c in range(len(p)):
+            p[c] = -scale * g[c]
+    rows.trial[i] += 1
+
+
+@_compiled
+def _advance(rows, settings, values, gradients, begin, end):  # type: ignore[no-untyped-def]
+    """Judge the trials of rows begin..end-1 by what was evaluated, and propose the next ones."""
+    for i in range(begin, end):
+        if rows.trial[i] >= 0:
+            value, gradient, p = np.float64(values[rows.place[i]]), gradients[rows.place[i]], rows.p[i]
+            square, distance, pull = _dot(p, p), 0.0, _dot(rows.slope[i], p)
+            for c in range(len(p)):
+                distance += np.float64(gradient[c] - rows.gradient[i, c]) ** 2
+            length, distance, before = np.sqrt(square), np.sqrt(distance), np.float64(rows.value[i])
+            change = value - before + pull + rows.rho[i] * square / 2
+            curvature = distance / length if length > 0 else 0.0
+            curvature = curvature if np.isfinite(curvature) else 0.0
+            slack = 10 * settings.rounding * (abs(value) + abs(before))
+            bound = np.inf
+            if settings.backtrack:
+                bound = slack if rows.trial[i] == settings.trials - 1 else settings.armijo * rows.descent[i] + slack
+            if np.isfinite(change) and np.isfinite(distance) and change <= bound:
+                _accept(rows, i, value, gradient, length, curvature)
+            else:
+                _reject(rows, settings, i, change if np.isfinite(distance) else np.nan, length, curvature)
+        if rows.trial[i] == _NEW_STEP:
+            _propose(rows, settings, i)
+
+
+def run(now: Any, pairs: Any, settings: Settings) -> tuple[int, int, set[int]]:
+    """Run a whole solve on an `Iterate` and its `Pairs`; return rejected trials, fallbacks and stalled rows."""
+    k, d = now.x.shape
+    now.slope, now.gradient = now.slope.contiguous(), now.gradient.contiguous()
+    x, p, counts = now.x.numpy(), torch.zeros_like(now.x), np.zeros((6, k), np.int64)
+    numbers, trial = np.zeros((3, k)), np.full(k, _NEW_STEP)
+    rho = now.rho.reshape(-1).double().expand(k).contiguous().numpy()
+    parts = (part.numpy() for part in (now.slope, now.value, now.gradient, now.curvature))
+    rows = Rows(
+        x, *parts, rho, now.work.contiguous().numpy(), now.steps.numpy(), *(part.numpy() for part in pairs),
+        x if np.isnan(settings.accuracy) else x.copy(), numbers[0], counts[0], trial, counts[1], p.numpy(),
+        numbers[1], numbers[2], counts[2], counts[3], np.zeros(k, np.bool_),
+    )  # fmt: skip
+    size = d * (1 + rows.vectors.shape[1])
+    values, gradients = rows.value, rows.gradient
+    while True:
+        run_in_slices(lambda a, b: _advance(rows, settings, values, gradients, a, b), k, size)  # noqa: B023
+        at = (trial >= 0).nonzero()[0]
+        if len(at) == 0:
+            break
+        rows.place[at] = np.arange(len(at))
+        chosen = None if len(at) == k else torch.from_numpy(at)
+        point = take_rows(now.x, chosen) + take_rows(p, chosen)
+        value, gradient = now.problem.value_and_grad(point, chosen)
+        values, gradients = value.numpy(), gradient.contiguous().numpy()
+    return int(rows.rejected.sum()), int(rows.fallbacks.sum()), set(rows.stalled.nonzero()[0].tolist())
