@@ -2,11 +2,14 @@
 
 import os
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
+_DTYPES = (torch.float32, torch.float64)
 # Sums may be vectorised and products fused with sums; infinities and NaN keep their meaning.
 RELAXED = {"reassoc", "contract", "nsz"}
 
@@ -17,6 +20,12 @@ def installed() -> bool:
     return os.environ.get("CADEN_COMPILED") != "off" and find_spec("numba") is not None
 
 
+@cache
+def loops(module: str) -> Any:
+    """Return a module of compiled loops, imported when it is first used: numba takes a while."""
+    return import_module(module)
+
+
 def compiles(rows: Tensor) -> bool:
     """Return whether compiled loops take such rows: by kind only, so all processes of a run decide alike."""
-    return rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64) and installed()
+    return installed() and rows.is_cpu and rows.dtype in _DTYPES

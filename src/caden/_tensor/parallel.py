@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -68,14 +69,14 @@ def run_in_threads(function: Callable[[int], object], items: Iterable[int]) -> N
         helper.result()
 
 
-def run_in_slices(function: Callable[[int, int], object], rows: int, size: int) -> None:
-    """Call `function` on ranges of rows, of `size` numbers each, that are large enough to be worth a thread."""
+def run_in_slices(function: Callable[..., object], arguments: tuple[Any, ...], rows: int, size: int) -> None:
+    """Call `function(*arguments, begin, end)` on ranges of rows that are worth a thread; a row has `size` numbers."""
     threads = min(torch.get_num_threads(), rows, rows * size // _SLICE)
     if threads < 2:
-        function(0, rows)
+        function(*arguments, 0, rows)
         return
     ends = [rows * n // threads for n in range(threads + 1)]
-    run_in_threads(lambda n: function(ends[n], ends[n + 1]), range(threads))
+    run_in_threads(lambda n: function(*arguments, ends[n], ends[n + 1]), range(threads))
 
 
 def run_in_order(function: Callable[[int], object], items: Iterable[int]) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from caden._tensor.compiled import compiles
+from caden._tensor.compiled import compiles, loops
 from caden.core import Edges
 from caden.errors import CadenError
 
@@ -29,10 +29,8 @@ class HeardRows(NamedTuple):
     def _edge_sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sum_j w_ij (v_i - v_j) from edge differences: antisymmetric to the last bit, so rows sum to zero."""
         if len(self.edges.first) * rows.shape[1] < _SMALL and compiles(rows):
-            from caden.networks import _compiled
-
-            out = _compiled.edge_sum(rows, self.edges.first, self.edges.second, weights)
-            return out[: self.edges.agents]
+            out: Tensor = loops("caden.networks._compiled").edge_sum(rows, self.edges, weights)
+            return out[: self.edges.agents] if self.edges.elsewhere else out
         out = torch.zeros_like(rows)
         width = max(1, _SLICE // max(1, len(self.edges.first)))
         for a in range(0, rows.shape[1], width):

@@ -5,6 +5,7 @@ they are in the cache, for their part of the gradient.
 """
 
 import math
+from functools import cache
 
 import numpy as np
 import torch
@@ -66,15 +67,21 @@ def _logistic(data, share, alpha, l2, agents, x, value, gradient, begin, end):  
         value[a, c] = total
 
 
+@cache
+def _everyone(count: int) -> np.ndarray:
+    return np.arange(count)
+
+
 def _agents(rows: Tensor | None, count: int) -> np.ndarray:
-    return np.arange(count) if rows is None else rows.numpy()
+    return _everyone(count) if rows is None else rows.numpy()
 
 
 def quadratic(hessian: Tensor, linear: Tensor, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return x'A_i x / 2 - b_i'x and its gradient A_i x - b_i."""
-    x, value, gradient = x.contiguous(), x.new_empty(len(x)), torch.empty_like(x)
-    arrays = hessian.numpy(), linear.numpy(), _agents(rows, len(x)), x.numpy(), value.numpy(), gradient.numpy()
-    run_in_slices(lambda a, b: _quadratic(*arrays, a, b), len(x), hessian.stride(0))
+    x, k = x.contiguous(), x.shape[0]
+    value, gradient = x.new_empty(k), torch.empty_like(x)
+    arrays = hessian.numpy(), linear.numpy(), _agents(rows, k), x.numpy(), value.numpy(), gradient.numpy()
+    run_in_slices(_quadratic, arrays, k, hessian.stride(0))
     return value, gradient
 
 
@@ -86,10 +93,12 @@ def logistic(
     The samples of an agent are cut into pieces if they are many, so few agents occupy all threads, too. How they are
     cut depends on their shape alone, and so do the bits.
     """
-    x, numbers = x.contiguous(), data.stride(0)
+    x, (k, d), numbers = x.contiguous(), x.shape, data.stride(0)
     pieces = max(1, numbers // _PIECE)
-    value, gradient = x.new_empty(len(x), pieces), x.new_empty(len(x), pieces, x.shape[1])
-    of_x = _agents(rows, len(x)), x.numpy(), value.numpy(), gradient.numpy()
-    arrays = data.numpy(), share.numpy(), alpha, l2, *of_x
-    run_in_slices(lambda a, b: _logistic(*arrays, a, b), len(x) * pieces, numbers // pieces)
-    return (value[:, 0], gradient[:, 0]) if pieces == 1 else (value.sum(1), gradient.sum(1))
+    value, gradient = x.new_empty(k * pieces), x.new_empty(k * pieces, d)
+    results = value.numpy().reshape(k, pieces), gradient.numpy().reshape(k, pieces, d)
+    arrays = data.numpy(), share.numpy(), alpha, l2, _agents(rows, k), x.numpy(), *results
+    run_in_slices(_logistic, arrays, k * pieces, numbers // pieces)
+    if pieces > 1:
+        value, gradient = value.view(k, pieces).sum(1), gradient.view(k, pieces, d).sum(1)
+    return value, gradient

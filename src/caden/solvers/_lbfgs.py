@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caden._tensor.compiled import compiles
+from caden._tensor.compiled import compiles, loops
 from caden._tensor.parallel import run_in_threads
 from caden._tensor.rows import (
     WIDE,
@@ -219,8 +219,7 @@ class _LocalSteps:
 
     def run_compiled(self, objective: Objective) -> None:
         """Take all local steps, row by row in compiled loops: the same to rounding, with far fewer calls."""
-        from caden.solvers import _lbfgs_compiled as compiled
-
+        compiled = loops("caden.solvers._lbfgs_compiled")
         accuracy = torch.nan if objective.accuracy is None else objective.accuracy
         rule = accuracy, objective.overshoot, FLOOR, torch.finfo(self.now.x.dtype).eps, _TRIALS
         settings = compiled.Settings(self.eps, self.backtrack, _ARMIJO, *rule)

@@ -283,7 +283,7 @@ def run(now: Any, pairs: Any, settings: Settings) -> tuple[int, int, set[int]]:
     size = d * (1 + rows.vectors.shape[1])
     values, gradients = rows.value, rows.gradient
     while True:
-        run_in_slices(lambda a, b: _advance(rows, settings, values, gradients, a, b), k, size)  # noqa: B023
+        run_in_slices(_advance, (rows, settings, values, gradients), k, size)
         at = (trial >= 0).nonzero()[0]
         if len(at) == 0:
             break
