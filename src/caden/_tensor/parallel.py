@@ -69,14 +69,17 @@ def run_in_threads(function: Callable[[int], object], items: Iterable[int]) -> N
         helper.result()
 
 
-def run_in_slices(function: Callable[..., object], arguments: tuple[Any, ...], rows: int, size: int) -> None:
-    """Call `function(*arguments, begin, end)` on ranges of rows that are worth a thread; a row has `size` numbers."""
+def run_in_slices(function: Callable[..., Any], arguments: tuple[Any, ...], rows: int, size: int) -> Any:
+    """Call `function(*arguments, begin, end)` on ranges of rows that are worth a thread; a row has `size` numbers.
+
+    Returns the result if one call did it all.
+    """
     threads = min(torch.get_num_threads(), rows, rows * size // _SLICE)
     if threads < 2:
-        function(*arguments, 0, rows)
-        return
+        return function(*arguments, 0, rows)
     ends = [rows * n // threads for n in range(threads + 1)]
     run_in_threads(lambda n: function(*arguments, ends[n], ends[n + 1]), range(threads))
+    return None
 
 
 def run_in_order(function: Callable[[int], object], items: Iterable[int]) -> None:

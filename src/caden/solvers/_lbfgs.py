@@ -49,7 +49,8 @@ class Pairs(NamedTuple):
     """Circular buffers of pairs, one per agent; slot (stored % M) is written next."""
 
     vectors: Tensor  # (k, 2M, d): s in the first M slots, the changes of grad f_i in the others
-    gram: Tensor  # (k, 2M, 2M) float64 inner products; `direction` fills in those of the newest pair
+    # (k, 2M, 2M) float64 inner products; `direction` fills in those of the newest pair, compiled loops leave zeros.
+    gram: Tensor
     stored: Tensor  # (k,) int64 pairs written since the last reset; this and the Gram matrix stay on the CPU
 
     @property
@@ -63,6 +64,13 @@ class Pairs(NamedTuple):
             return slice(None), int(stored[0] + ahead) % self.memory
         at = np.arange(len(stored)) if rows is None else rows.numpy(force=True)
         return at, (stored[at] + ahead) % self.memory
+
+    def fill_gram(self) -> None:
+        """Compute the inner products of pairs that compiled loops stored."""
+        if self.memory:
+            unknown = ((self.stored > 1) & (self.gram[:, 0, 0] == 0)).nonzero().flatten()
+            vectors = self.vectors[unknown.to(self.vectors.device)].double()
+            self.gram[unknown] = (vectors @ vectors.mT).cpu()
 
     def write(self, rows: Tensor | None, s: Tensor, y: Tensor) -> None:
         """Store a pair for each of the rows (all rows for None)."""
@@ -206,6 +214,7 @@ class _LocalSteps:
     def run(self, objective: Objective) -> None:
         """Take all local steps, all rows together."""
         now, common = self.now, int(self.now.work.min())
+        self.pairs.fill_gram()
         for iteration in range(int(now.work.max())):
             g = now.full_gradient(None)
             live = row_norms(g) != 0

@@ -13,7 +13,6 @@ from numba import njit
 
 from caden._tensor.compiled import RELAXED
 from caden._tensor.parallel import run_in_slices
-from caden._tensor.rows import take_rows
 
 _NEW_STEP, _FINISHED = -1, -2  # instead of the number of a row's trial
 
@@ -30,8 +29,9 @@ class Rows(NamedTuple):
     work: np.ndarray  # (k,) int64
     steps: np.ndarray  # (k,) int64 accepted
     vectors: np.ndarray  # (k, 2M, d), as in `Pairs`
-    gram: np.ndarray  # (k, 2M, 2M)
+    gram: np.ndarray  # (k, 2M, 2M); set to zero
     stored: np.ndarray  # (k,)
+    pairs: np.ndarray  # (k, M, 3) s.s, s.f, f.f of the stored pairs, f the change of grad f_i
     start: np.ndarray  # (k, d) where the solve began
     first: np.ndarray  # (k,) norm of grad h there
     begun: np.ndarray  # (k,) int64 local steps
@@ -76,69 +76,48 @@ def _full_gradient(rows, i, g):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _direction(rows, i, g, shift, scale):  # type: ignore[no-untyped-def]
-    """Write -H g into p, as `_lbfgs.direction` does; valid pairs are sorted by age, so R is triangular."""
-    d, memory, stored, p = len(g), rows.vectors.shape[1] // 2, rows.stored[i], rows.p[i]
-    if memory == 0 or stored == 0:
-        for c in range(d):
-            p[c] = -scale * g[c]
-        return
-    vectors, gram, newest = rows.vectors[i], rows.gram[i], (stored - 1) % memory
-    products = np.zeros(2 * memory)
-    count = min(stored, memory)
-    slots, used = np.empty(count, np.int64), 0
-    for n in range(count):
-        slots[n] = (stored - count + n) % memory
-    for half in range(2):
-        for n in range(count):
-            slot = half * memory + slots[n]
-            s, y, w = 0.0, 0.0, 0.0
-            for c in range(d):
-                v = np.float64(vectors[slot, c])
-                s += v * vectors[newest, c]
-                y += v * vectors[memory + newest, c]
-                w += v * g[c]
-            gram[newest, slot] = gram[slot, newest] = s
-            gram[memory + newest, slot] = gram[slot, memory + newest] = y
-            products[slot] = w
-    for n in range(count):
-        slot = slots[n]
-        if gram[slot, memory + slot] + shift * gram[slot, slot] > 0:
-            slots[used] = slot
-            used += 1
+def _measure_pair(rows, i, slot):  # type: ignore[no-untyped-def]
+    """Compute the inner products of a stored pair with itself."""
+    memory = rows.vectors.shape[1] // 2
+    s, f = rows.vectors[i, slot], rows.vectors[i, memory + slot]
+    rows.pairs[i, slot, 0], rows.pairs[i, slot, 1], rows.pairs[i, slot, 2] = _dot(s, s), _dot(s, f), _dot(f, f)
 
-    gamma = scale
-    if used > 0 and slots[used - 1] == newest:
-        ss, sf = gram[newest, newest], gram[newest, memory + newest]
-        ratio = (sf + shift * ss) / (gram[memory + newest, memory + newest] + shift * (2 * sf + shift * ss))
-        gamma = ratio if np.isfinite(ratio) else scale
-    a, q = np.empty(used), np.empty(used)  # p = R^-1 S'g and q of the compact form
-    for m in range(used - 1, -1, -1):
-        i_slot, total = slots[m], products[slots[m]]
-        for n in range(m + 1, used):
-            total -= (gram[i_slot, memory + slots[n]] + shift * gram[i_slot, slots[n]]) * a[n]
-        a[m] = total / (gram[i_slot, memory + i_slot] + shift * gram[i_slot, i_slot])
-    for m in range(used):
-        i_slot, total = slots[m], 0.0
-        for n in range(used):
-            j = slots[n]
-            sy = gram[i_slot, memory + j] + shift * gram[i_slot, j]
-            total += (gram[memory + i_slot, memory + j] + shift * (gram[j, memory + i_slot] + sy)) * a[n]
-        yg = products[memory + i_slot] + shift * products[i_slot]
-        diagonal = gram[i_slot, memory + i_slot] + shift * gram[i_slot, i_slot]
-        total = diagonal * a[m] + gamma * (total - yg)
-        for n in range(m):
-            total -= (gram[slots[n], memory + i_slot] + shift * gram[slots[n], i_slot]) * q[n]
-        q[m] = total / diagonal
-    total_p = np.empty(d)
+
+@_compiled
+def _direction(rows, i, g, shift, scale):  # type: ignore[no-untyped-def]
+    """Write -H g into p by the two-loop recursion: for rows in the cache faster than the compact form, and equal."""
+    d, memory, stored, p = len(g), rows.vectors.shape[1] // 2, rows.stored[i], rows.p[i]
+    count, gamma, r, weights = min(stored, memory), scale, np.empty(d), np.zeros(memory)
     for c in range(d):
-        total_p[c] = -gamma * g[c]
-    for m in range(used):
-        of_s, of_y = shift * gamma * a[m] - q[m], gamma * a[m]
+        r[c] = g[c]
+    for n in range(count):  # newest first
+        slot = (stored - 1 - n) % memory
+        s, f, (ss, sf, ff) = rows.vectors[i, slot], rows.vectors[i, memory + slot], rows.pairs[i, slot]
+        sy = sf + shift * ss
+        if not sy > 0:
+            continue
+        if n == 0:
+            ratio = sy / (ff + shift * (sf + sy))
+            gamma = ratio if np.isfinite(ratio) else scale
+        weight = _dot(s, r) / sy
         for c in range(d):
-            total_p[c] += of_s * vectors[slots[m], c] + of_y * vectors[memory + slots[m], c]
+            r[c] -= weight * (f[c] + shift * s[c])
+        weights[slot] = weight
     for c in range(d):
-        p[c] = total_p[c]
+        r[c] *= gamma
+    for n in range(count - 1, -1, -1):
+        slot = (stored - 1 - n) % memory
+        s, f, (ss, sf, ff) = rows.vectors[i, slot], rows.vectors[i, memory + slot], rows.pairs[i, slot]
+        sy, along = sf + shift * ss, 0.0
+        if not sy > 0:
+            continue
+        for c in range(d):
+            along += (f[c] + shift * s[c]) * r[c]
+        weight = weights[slot] - along / sy
+        for c in range(d):
+            r[c] += weight * s[c]
+    for c in range(d):
+        p[c] = -r[c]
 
 
 @_compiled
@@ -164,6 +143,10 @@ def _propose(rows, settings, i):  # type: ignore[no-untyped-def]
     norm = np.sqrt(_dot(g, g))
     if rows.begun[i] == 0:
         rows.first[i] = norm
+        for slot in range(min(rows.stored[i], rows.pairs.shape[1])):
+            _measure_pair(rows, i, slot)
+        if rows.gram.shape[1] and rows.gram[i, 0, 0] != 0:
+            rows.gram[i] = 0  # not kept up to date here
     done = rows.begun[i] >= rows.work[i] or norm == 0
     if not done and rows.begun[i] > 0 and not np.isnan(settings.accuracy):
         done = _is_accurate(rows, settings, i, g, norm)
@@ -201,6 +184,7 @@ def _accept(rows, i, value, gradient, length, curvature):  # type: ignore[no-unt
         for c in range(len(p)):
             rows.vectors[i, slot, c] = p[c]
             rows.vectors[i, memory + slot, c] = gradient[c] - rows.gradient[i, c]
+        _measure_pair(rows, i, slot)
         rows.stored[i] += 1
     for c in range(len(p)):
         rows.x[i, c] += p[c]
@@ -243,8 +227,21 @@ def _reject(rows, settings, i, change, length, curvature):  # type: ignore[no-un
 
 
 @_compiled
-def _advance(rows, settings, values, gradients, begin, end):  # type: ignore[no-untyped-def]
-    """Judge the trials of rows begin..end-1 by what was evaluated, and propose the next ones."""
+def _gather(rows, at, points):  # type: ignore[no-untyped-def]
+    """List the rows that are on trial, and their points x + p; return how many."""
+    count = 0
+    for i in range(len(rows.trial)):
+        if rows.trial[i] >= 0:
+            at[count], rows.place[i] = i, count
+            for c in range(rows.x.shape[1]):
+                points[count, c] = rows.x[i, c] + rows.p[i, c]
+            count += 1
+    return count
+
+
+@_compiled
+def _advance(rows, settings, values, gradients, at, points, begin, end):  # type: ignore[no-untyped-def]
+    """Judge the trials of rows begin..end-1 by what was evaluated, and propose the next; gather them if these are all."""
     for i in range(begin, end):
         if rows.trial[i] >= 0:
             value, gradient, p = np.float64(values[rows.place[i]]), gradients[rows.place[i]], rows.p[i]
@@ -265,31 +262,31 @@ def _advance(rows, settings, values, gradients, begin, end):  # type: ignore[no-
                 _reject(rows, settings, i, change if np.isfinite(distance) else np.nan, length, curvature)
         if rows.trial[i] == _NEW_STEP:
             _propose(rows, settings, i)
+    return _gather(rows, at, points) if end - begin == len(rows.trial) else -1
 
 
 def run(now: Any, pairs: Any, settings: Settings) -> tuple[int, int, set[int]]:
     """Run a whole solve on an `Iterate` and its `Pairs`; return rejected trials, fallbacks and stalled rows."""
     k, d = now.x.shape
     now.slope, now.gradient = now.slope.contiguous(), now.gradient.contiguous()
-    x, p, counts = now.x.numpy(), torch.zeros_like(now.x), np.zeros((6, k), np.int64)
-    numbers, trial = np.zeros((3, k)), np.full(k, _NEW_STEP)
+    x, counts, numbers = now.x.numpy(), np.zeros((4, k), np.int64), np.zeros((3, k))
     rho = now.rho.reshape(-1).double().expand(k).contiguous().numpy()
     parts = (part.numpy() for part in (now.slope, now.value, now.gradient, now.curvature))
     rows = Rows(
         x, *parts, rho, now.work.contiguous().numpy(), now.steps.numpy(), *(part.numpy() for part in pairs),
-        x if np.isnan(settings.accuracy) else x.copy(), numbers[0], counts[0], trial, counts[1], p.numpy(),
-        numbers[1], numbers[2], counts[2], counts[3], np.zeros(k, np.bool_),
+        np.empty((k, pairs.memory, 3)), x if np.isnan(settings.accuracy) else x.copy(), numbers[0], counts[0],
+        np.full(k, _NEW_STEP), counts[1], np.empty_like(x), numbers[1], numbers[2], counts[2], counts[3],
+        np.zeros(k, np.bool_),
     )  # fmt: skip
-    size = d * (1 + rows.vectors.shape[1])
-    values, gradients = rows.value, rows.gradient
+    values, gradients, size = rows.value, rows.gradient, d * (1 + rows.vectors.shape[1])
     while True:
-        run_in_slices(_advance, (rows, settings, values, gradients), k, size)
-        at = (trial >= 0).nonzero()[0]
-        if len(at) == 0:
+        at, points = np.empty(k, np.int64), torch.empty_like(now.x)  # new ones: the problem may keep them
+        places = at, points.numpy()
+        count = run_in_slices(_advance, (rows, settings, values, gradients, *places), k, size)
+        count = _gather(rows, *places) if count is None else count
+        if count == 0:
             break
-        rows.place[at] = np.arange(len(at))
-        chosen = None if len(at) == k else torch.from_numpy(at)
-        point = take_rows(now.x, chosen) + take_rows(p, chosen)
-        value, gradient = now.problem.value_and_grad(point, chosen)
+        chosen = None if count == k else torch.from_numpy(at[:count])
+        value, gradient = now.problem.value_and_grad(points if chosen is None else points[:count], chosen)
         values, gradients = value.numpy(), gradient.contiguous().numpy()
     return int(rows.rejected.sum()), int(rows.fallbacks.sum()), set(rows.stalled.nonzero()[0].tolist())
