@@ -80,7 +80,11 @@ def _measure_pair(rows, i, slot):  # type: ignore[no-untyped-def]
     """Compute the inner products of a stored pair with itself."""
     memory = rows.vectors.shape[1] // 2
     s, f = rows.vectors[i, slot], rows.vectors[i, memory + slot]
-    rows.pairs[i, slot, 0], rows.pairs[i, slot, 1], rows.pairs[i, slot, 2] = _dot(s, s), _dot(s, f), _dot(f, f)
+    ss, sf, ff = 0.0, 0.0, 0.0
+    for c in range(len(s)):
+        a, b = np.float64(s[c]), np.float64(f[c])
+        ss, sf, ff = ss + a * a, sf + a * b, ff + b * b
+    rows.pairs[i, slot, 0], rows.pairs[i, slot, 1], rows.pairs[i, slot, 2] = ss, sf, ff
 
 
 @_compiled
@@ -173,13 +177,10 @@ def _propose(rows, settings, i):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _accept(rows, i, value, gradient, length, curvature):  # type: ignore[no-untyped-def]
+def _accept(rows, i, value, gradient, square, along, curvature):  # type: ignore[no-untyped-def]
     """Store the pair, if the subproblem is convex enough along p, and move."""
     memory, rho, p = rows.vectors.shape[1] // 2, rows.rho[i], rows.p[i]
-    along = 0.0
-    for c in range(len(p)):
-        along += np.float64(p[c]) * np.float64(gradient[c] - rows.gradient[i, c])
-    if memory > 0 and along + rho * length**2 > 1e-6 * (rho + rows.curvature[i]) * length**2:
+    if memory > 0 and along + rho * square > 1e-6 * (rho + rows.curvature[i]) * square:
         slot = rows.stored[i] % memory
         for c in range(len(p)):
             rows.vectors[i, slot, c] = p[c]
@@ -245,9 +246,13 @@ def _advance(rows, settings, values, gradients, at, points, begin, end):  # type
     for i in range(begin, end):
         if rows.trial[i] >= 0:
             value, gradient, p = np.float64(values[rows.place[i]]), gradients[rows.place[i]], rows.p[i]
-            square, distance, pull = _dot(p, p), 0.0, _dot(rows.slope[i], p)
+            old, slope, square, distance, along, pull = rows.gradient[i], rows.slope[i], 0.0, 0.0, 0.0, 0.0
             for c in range(len(p)):
-                distance += np.float64(gradient[c] - rows.gradient[i, c]) ** 2
+                step, difference = np.float64(p[c]), np.float64(gradient[c] - old[c])
+                square += step * step
+                pull += step * slope[c]
+                along += step * difference
+                distance += difference * difference
             length, distance, before = np.sqrt(square), np.sqrt(distance), np.float64(rows.value[i])
             change = value - before + pull + rows.rho[i] * square / 2
             curvature = distance / length if length > 0 else 0.0
@@ -257,7 +262,7 @@ def _advance(rows, settings, values, gradients, at, points, begin, end):  # type
             if settings.backtrack:
                 bound = slack if rows.trial[i] == settings.trials - 1 else settings.armijo * rows.descent[i] + slack
             if np.isfinite(change) and np.isfinite(distance) and change <= bound:
-                _accept(rows, i, value, gradient, length, curvature)
+                _accept(rows, i, value, gradient, square, along, curvature)
             else:
                 _reject(rows, settings, i, change if np.isfinite(distance) else np.nan, length, curvature)
         if rows.trial[i] == _NEW_STEP:
