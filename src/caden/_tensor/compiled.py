@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.float64)
-# Sums may be vectorised and products fused with sums; infinities and NaN keep their meaning.
-RELAXED = {"reassoc", "contract", "nsz"}
+# For numba.njit. Sums may be vectorised and products fused with sums; infinities and NaN keep their meaning.
+OPTIONS: dict[str, Any] = {
+    "cache": True,
+    "nogil": True,
+    "error_model": "numpy",  # x / 0 is infinite
+    "fastmath": {"reassoc", "contract", "nsz"},
+}
 
 
 @cache

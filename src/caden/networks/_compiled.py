@@ -9,7 +9,7 @@ from caden.core import Edges
 
 
 @njit(cache=True)
-def _edge_sum(rows, first, second, weights, out):  # type: ignore[no-untyped-def]
+def _edge_sum(rows, first, second, weights, out):
     """Add all edges at their first ends, then at their second ends, as `Tensor.index_add_` does."""
     for e in range(len(first)):
         weight, u, v, total = weights[e], rows[first[e]], rows[second[e]], out[first[e]]

@@ -12,17 +12,17 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from caden._tensor.compiled import RELAXED
+from caden._tensor.compiled import OPTIONS
 from caden._tensor.parallel import run_in_slices
 
-_compiled = njit(cache=True, nogil=True, fastmath=RELAXED)
+_compiled = njit(**OPTIONS)
 _LINEAR = 20.0  # softplus is, from there on, as in torch
 _BLOCK = 32  # samples whose data are read twice in a row, the second time from the cache
 _PIECE = 1 << 17  # numbers of an agent's data, at least, that stay together
 
 
 @_compiled
-def _quadratic(hessian, linear, agents, x, value, gradient, begin, end):  # type: ignore[no-untyped-def]
+def _quadratic(hessian, linear, agents, x, value, gradient, begin, end):
     for a in range(begin, end):
         A, b, total = hessian[agents[a]], linear[agents[a]], 0.0
         for r in range(len(b)):
@@ -35,7 +35,7 @@ def _quadratic(hessian, linear, agents, x, value, gradient, begin, end):  # type
 
 
 @_compiled
-def _logistic(data, share, alpha, l2, agents, x, value, gradient, begin, end):  # type: ignore[no-untyped-def]
+def _logistic(data, share, alpha, l2, agents, x, value, gradient, begin, end):
     """Evaluate some of the pieces that the samples of the agents are cut into; the first has the regularisers, too."""
     pieces, samples, margins = value.shape[1], data.shape[1], np.empty(_BLOCK)
     for piece in range(begin, end):

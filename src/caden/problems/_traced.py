@@ -1,18 +1,18 @@
 """Functions as plain lists of tensor operations.
 
 `torch.func` derives a gradient and batches it anew in every call. For small tensors that takes longer than the
-operations it leads to, which are the same every time. A trace records them once, for tensors of the same shapes; running
-them gives the same bits.
+operations it leads to, which are the same every time. A trace records them once, for tensors of one shape. Running it
+gives the same bits.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
 
 _CALLS = 10  # before a function is traced: a trace takes as long as some hundred calls
+_SHAPES = 4  # that are traced, at most: mini-batches of whoever is awake have many
 _RESHAPES = ("aten::expand", "aten::view", "aten::_unsafe_view")
 
 
@@ -26,7 +26,7 @@ class Traced:
         shapes = tuple((t.shape, t.dtype) for t in _pytree.tree_leaves(arguments))
         if shapes not in self._traces:
             self._calls[shapes] = self._calls.get(shapes, 0) + 1
-            if self._calls[shapes] <= _CALLS:
+            if self._calls[shapes] <= _CALLS or len(self._traces) == _SHAPES:
                 return self._function(*arguments)
             self._traces[shapes] = _trace(self._function, arguments)
         return self._traces[shapes](*arguments)
@@ -34,8 +34,12 @@ class Traced:
 
 def _trace(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
     """Return the operations of a function, or the function itself if they cannot be recorded."""
+
+    def plain(*given: Any) -> Any:  # tracing takes no bound methods
+        return function(*given)
+
     try:
-        trace = make_fx(lambda *given: function(*given))(*arguments)  # a bound method has one argument more
+        trace = make_fx(plain)(*arguments)
     except Exception:  # whatever a user's model does that tracing does not support
         return function
     for node in trace.graph.nodes:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from caden._tensor.compiled import RELAXED
+from caden._tensor.compiled import OPTIONS
 from caden._tensor.parallel import run_in_slices
 
 _NEW_STEP, _FINISHED = -1, -2  # instead of the number of a row's trial
@@ -58,25 +58,26 @@ class Settings(NamedTuple):
     trials: int
 
 
-_compiled = njit(cache=True, nogil=True, fastmath=RELAXED)
+_compiled = njit(**OPTIONS)
+_inner = njit(**OPTIONS, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # called by compiled loops only
 
 
-@_compiled
-def _dot(a, b):  # type: ignore[no-untyped-def]
+@_inner
+def _dot(a, b):
     total = 0.0
     for c in range(len(a)):
         total += np.float64(a[c]) * np.float64(b[c])
     return total
 
 
-@_compiled
-def _full_gradient(rows, i, g):  # type: ignore[no-untyped-def]
+@_inner
+def _full_gradient(rows, i, g):
     for c in range(len(g)):
         g[c] = rows.gradient[i, c] + rows.slope[i, c]
 
 
-@_compiled
-def _measure_pair(rows, i, slot):  # type: ignore[no-untyped-def]
+@_inner
+def _measure_pair(rows, i, slot):
     """Compute the inner products of a stored pair with itself."""
     memory = rows.vectors.shape[1] // 2
     s, f = rows.vectors[i, slot], rows.vectors[i, memory + slot]
@@ -87,8 +88,8 @@ def _measure_pair(rows, i, slot):  # type: ignore[no-untyped-def]
     rows.pairs[i, slot, 0], rows.pairs[i, slot, 1], rows.pairs[i, slot, 2] = ss, sf, ff
 
 
-@_compiled
-def _direction(rows, i, g, shift, scale):  # type: ignore[no-untyped-def]
+@_inner
+def _direction(rows, i, g, shift, scale):
     """Write -H g into p by the two-loop recursion: for rows in the cache faster than the compact form, and equal."""
     d, memory, stored, p = len(g), rows.vectors.shape[1] // 2, rows.stored[i], rows.p[i]
     count, gamma, r, weights = min(stored, memory), scale, np.empty(d), np.zeros(memory)
@@ -124,8 +125,8 @@ def _direction(rows, i, g, shift, scale):  # type: ignore[no-untyped-def]
         p[c] = -r[c]
 
 
-@_compiled
-def _is_accurate(rows, settings, i, g, norm):  # type: ignore[no-untyped-def]
+@_inner
+def _is_accurate(rows, settings, i, g, norm):
     """Return whether a row may stop by the rule of `_iterate.accurate`."""
     rho, along, square = rows.rho[i], 0.0, 0.0
     for c in range(len(g)):
@@ -139,8 +140,8 @@ def _is_accurate(rows, settings, i, g, norm):  # type: ignore[no-untyped-def]
     return norm <= settings.floor * settings.rounding * parts or (norm <= enough and not (beyond and rho > 0))
 
 
-@_compiled
-def _propose(rows, settings, i):  # type: ignore[no-untyped-def]
+@_inner
+def _propose(rows, settings, i):
     """Begin the row's next local step, if it takes one."""
     g = np.empty(rows.x.shape[1], rows.x.dtype)
     _full_gradient(rows, i, g)
@@ -162,7 +163,7 @@ def _propose(rows, settings, i):  # type: ignore[no-untyped-def]
     if settings.eps > 0:
         scale = 1 / shift
     else:
-        scale = 1 / (rows.rho[i] + known) if rows.rho[i] + known > 0 else np.inf
+        scale = 1 / (rows.rho[i] + known)
         if not known > 0:
             scale = min(scale, max(np.sqrt(_dot(rows.x[i], rows.x[i])), 1.0) / norm)
     _direction(rows, i, g, shift, scale)
@@ -176,8 +177,8 @@ def _propose(rows, settings, i):  # type: ignore[no-untyped-def]
     rows.descent[i], rows.worst[i], rows.trial[i] = descent, 0.0, 0
 
 
-@_compiled
-def _accept(rows, i, value, gradient, square, along, curvature):  # type: ignore[no-untyped-def]
+@_inner
+def _accept(rows, i, value, gradient, square, along, curvature):
     """Store the pair, if the subproblem is convex enough along p, and move."""
     memory, rho, p = rows.vectors.shape[1] // 2, rows.rho[i], rows.p[i]
     if memory > 0 and along + rho * square > 1e-6 * (rho + rows.curvature[i]) * square:
@@ -197,8 +198,8 @@ def _accept(rows, i, value, gradient, square, along, curvature):  # type: ignore
     rows.trial[i] = _NEW_STEP
 
 
-@_compiled
-def _reject(rows, settings, i, change, length, curvature):  # type: ignore[no-untyped-def]
+@_inner
+def _reject(rows, settings, i, change, length, curvature):
     """Shorten the step, then replace it by a safe gradient step, then give up."""
     p, rho = rows.p[i], rows.rho[i]
     rows.worst[i] = max(rows.worst[i], curvature)
@@ -220,15 +221,14 @@ def _reject(rows, settings, i, change, length, curvature):  # type: ignore[no-un
         g = np.empty(len(p), p.dtype)
         _full_gradient(rows, i, g)
         known = rho + max(rows.worst[i], np.float64(rows.curvature[i]))
-        scale = 0.1 * length / np.sqrt(_dot(g, g))
-        scale = min(1 / known, scale) if known > 0 else scale
+        scale = min(1 / known, 0.1 * length / np.sqrt(_dot(g, g)))
         for c in range(len(p)):
             p[c] = -scale * g[c]
     rows.trial[i] += 1
 
 
 @_compiled
-def _gather(rows, at, points):  # type: ignore[no-untyped-def]
+def _gather(rows, at, points):
     """List the rows that are on trial, and their points x + p; return how many."""
     count = 0
     for i in range(len(rows.trial)):
@@ -241,8 +241,8 @@ def _gather(rows, at, points):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _advance(rows, settings, values, gradients, at, points, begin, end):  # type: ignore[no-untyped-def]
-    """Judge the trials of rows begin..end-1 by what was evaluated, and propose the next; gather them if these are all."""
+def _advance(rows, settings, values, gradients, at, points, begin, end):
+    """Judge the evaluated trials of rows begin..end-1 and propose the next; if these are all rows, gather them."""
     for i in range(begin, end):
         if rows.trial[i] >= 0:
             value, gradient, p = np.float64(values[rows.place[i]]), gradients[rows.place[i]], rows.p[i]
@@ -255,8 +255,7 @@ def _advance(rows, settings, values, gradients, at, points, begin, end):  # type
                 distance += difference * difference
             length, distance, before = np.sqrt(square), np.sqrt(distance), np.float64(rows.value[i])
             change = value - before + pull + rows.rho[i] * square / 2
-            curvature = distance / length if length > 0 else 0.0
-            curvature = curvature if np.isfinite(curvature) else 0.0
+            curvature = distance / length if np.isfinite(distance / length) else 0.0
             slack = 10 * settings.rounding * (abs(value) + abs(before))
             bound = np.inf
             if settings.backtrack:
