@@ -1,6 +1,8 @@
 """Loops that numba compiles, if it is installed: the extra `fast`. Without it, torch computes the same to rounding."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_off = False
 _DTYPES = (torch.float32, torch.float64)
 # For numba.njit. Sums may be vectorised and products fused with sums; infinities and NaN keep their meaning.
 OPTIONS: dict[str, Any] = {
@@ -25,6 +28,17 @@ def installed() -> bool:
     return os.environ.get("CADEN_COMPILED") != "off" and find_spec("numba") is not None
 
 
+@contextmanager
+def left_to_torch() -> Iterator[None]:
+    """Compile nothing within the block, for comparisons."""
+    global _off  # noqa: PLW0603
+    _off = True
+    try:
+        yield
+    finally:
+        _off = False
+
+
 @cache
 def loops(module: str) -> Any:
     """Return a module of compiled loops, imported when it is first used: numba takes a while."""
@@ -33,4 +47,4 @@ def loops(module: str) -> Any:
 
 def compiles(rows: Tensor) -> bool:
     """Return whether compiled loops take such rows: by kind only, so all processes of a run decide alike."""
-    return installed() and rows.is_cpu and rows.dtype in _DTYPES
+    return not _off and installed() and rows.is_cpu and rows.dtype in _DTYPES

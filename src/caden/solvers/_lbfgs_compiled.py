@@ -59,7 +59,7 @@ class Settings(NamedTuple):
 
 
 _compiled = njit(**OPTIONS)
-_inner = njit(**OPTIONS, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # called by compiled loops only
+_inner = njit(**OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True})  # called by compiled loops only
 
 
 @_inner
@@ -275,12 +275,15 @@ def run(now: Any, pairs: Any, settings: Settings) -> tuple[int, int, set[int]]:
     now.slope, now.gradient = now.slope.contiguous(), now.gradient.contiguous()
     x, counts, numbers = now.x.numpy(), np.zeros((4, k), np.int64), np.zeros((3, k))
     rho = now.rho.reshape(-1).double().expand(k).contiguous().numpy()
-    parts = (part.numpy() for part in (now.slope, now.value, now.gradient, now.curvature))
+    slope, value, gradient, curvature = (v.numpy() for v in (now.slope, now.value, now.gradient, now.curvature))
+    vectors, gram, stored = (part.numpy() for part in pairs)
     rows = Rows(
-        x, *parts, rho, now.work.contiguous().numpy(), now.steps.numpy(), *(part.numpy() for part in pairs),
-        np.empty((k, pairs.memory, 3)), x if np.isnan(settings.accuracy) else x.copy(), numbers[0], counts[0],
-        np.full(k, _NEW_STEP), counts[1], np.empty_like(x), numbers[1], numbers[2], counts[2], counts[3],
-        np.zeros(k, np.bool_),
+        x, slope, value, gradient, curvature, rho, now.work.contiguous().numpy(), now.steps.numpy(),
+        vectors, gram, stored, np.empty((k, pairs.memory, 3)),
+        start=x if np.isnan(settings.accuracy) else x.copy(), first=numbers[0],
+        begun=counts[0], trial=np.full(k, _NEW_STEP), place=counts[1], p=np.empty_like(x),
+        descent=numbers[1], worst=numbers[2],
+        rejected=counts[2], fallbacks=counts[3], stalled=np.zeros(k, np.bool_),
     )  # fmt: skip
     values, gradients, size = rows.value, rows.gradient, d * (1 + rows.vectors.shape[1])
     while True:
@@ -291,6 +294,6 @@ def run(now: Any, pairs: Any, settings: Settings) -> tuple[int, int, set[int]]:
         if count == 0:
             break
         chosen = None if count == k else torch.from_numpy(at[:count])
-        value, gradient = now.problem.value_and_grad(points if chosen is None else points[:count], chosen)
-        values, gradients = value.numpy(), gradient.contiguous().numpy()
+        answer = now.problem.value_and_grad(points if chosen is None else points[:count], chosen)
+        values, gradients = (part.contiguous().numpy() for part in answer)
     return int(rows.rejected.sum()), int(rows.fallbacks.sum()), set(rows.stalled.nonzero()[0].tolist())
