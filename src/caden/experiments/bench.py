@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -200,11 +201,9 @@ def small(repeats: int) -> Iterator[Measure]:
             library(), loop()
         ratios = [sum(loop() for _ in range(3)) / sum(library() for _ in range(3)) for _ in range(repeats)]
         yield Measure(f"{name}: times faster than a loop", ratios, goal)
-    if compiled.installed():
-        yield from _against_torch(repeats)
 
 
-def _against_torch(repeats: int) -> Iterator[Measure]:
+def against_torch(repeats: int) -> Iterator[Measure]:
     """Compare rounds of CADEN in compiled loops with the same rounds by torch alone; the iterates must agree."""
     cases = {
         "quadratic 16x6, 20 local steps": (problems.quadratic(agents=16, dim=6), 20),
@@ -322,7 +321,7 @@ PARTS: dict[str, Callable[[int], Iterator[Measure]]] = {
     "many": many,
     "networks": networks,
     "paper": paper,
-    "small": small,
+    "small": lambda repeats: chain(small(repeats), against_torch(repeats) if compiled.installed() else ()),
 }
 
 
