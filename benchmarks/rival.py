@@ -79,7 +79,7 @@ def compare(python: str, rounds: int, repeats: int, only: str) -> None:
     for name, (make, size, _) in bench.CASES.items():
         if only not in name:
             continue
-        problem = make(*size).problem
+        problem, graph = make(*size).problem, graphs.ring(size[0])
         start = torch.zeros(problem.dim, dtype=problem.dtype)
         if hidden := size[3] if len(size) > 3 else 0:
             start = 0.05 * torch.randn(problem.dim, generator=torch.Generator().manual_seed(1))
@@ -103,7 +103,7 @@ def compare(python: str, rounds: int, repeats: int, only: str) -> None:
                         if theirs is None:
                             raise SystemExit(f"{python} cannot run decent-bench; see the docstring of {__file__}.")
                         began = time.perf_counter()
-                        run = bench.Rounds(method, problem, graphs.ring(size[0]), start)
+                        run = bench.Rounds(method, problem, graph, start)
                         for _ in range(turns):
                             run()
                         mine = time.perf_counter() - began

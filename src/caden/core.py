@@ -72,18 +72,35 @@ class Edges:
 
         An arc that another process owns gets some row of this process and enters no sum.
         """
-        owner = torch.cat([self.first, self.second])
-        return owner.clamp(max=self.agents - 1) if self.elsewhere else owner
+        return self._hosted_owners
+
+    @cached_property
+    def owner_awake(self) -> Tensor:
+        """(2e, 1) bool: the arc's owner is awake in this round, and the link is up."""
+        return torch.cat([self.awake_first, self.awake_second])
+
+    @cached_property
+    def peer_awake(self) -> Tensor:
+        """(2e, 1) bool: the same of its peer."""
+        return torch.cat([self.awake_second, self.awake_first])
+
+    @cached_property
+    def _owners(self) -> Tensor:
+        return torch.cat([self.first, self.second])
+
+    @cached_property
+    def _hosted_owners(self) -> Tensor:
+        return self._owners.clamp(max=self.agents - 1) if self.elsewhere else self._owners
 
     def arc_max(self, values: Tensor) -> Tensor:
         """Return the largest value of the arcs that each agent owns, -inf without any: (2e, n) -> (k, n)."""
         out = values.new_full((self.agents + self.elsewhere, values.shape[1]), -torch.inf)
-        owner = torch.cat([self.first, self.second]).unsqueeze(1).expand_as(values)
+        owner = self._owners.unsqueeze(1).expand_as(values)
         return out.scatter_reduce_(0, owner, values, "amax")[: self.agents]
 
     def arc_sum(self, values: Tensor) -> Tensor:
         """Sum the values of the arcs that each agent owns: (2e, d) -> (k, d)."""
-        return self._add(values, (torch.cat([self.first, self.second]), values, 1))
+        return self._add(values, (self._owners, values, 1))
 
 
 class Heard(Protocol):

@@ -97,6 +97,7 @@ class Participation:
         if isinstance(spec, bool):
             raise CadenError(f"`{self.name}` must be a number, a sequence or a schedule, got {spec}.")
         self.may_sleep = callable(spec) or bool((self.probability(0) < 1).any())
+        self._everyone = None if self.may_sleep else torch.ones(draw.agents, dtype=torch.bool)
 
     def _value(self, round: int) -> Any:
         return self._schedule(round, self._draw)
@@ -109,6 +110,8 @@ class Participation:
 
     def __call__(self, round: int) -> Tensor:
         """Return the (m,) boolean mask of a round."""
+        if self._everyone is not None:
+            return self._everyone
         value = self.probability(round)
         awake = value if value.dtype == bool else self._draw.uniform(self.name, round) < value
         return torch.from_numpy(np.ascontiguousarray(awake))
@@ -149,10 +152,15 @@ class Workload:
         self._draw = draw
         self.accuracy = spec.accuracy if isinstance(spec, Auto) else None
         self._schedule: Schedule = spec if callable(spec) else lambda round, draw: spec
-        self(0)
+        self._constant: Tensor | None = None
+        first = self(0)
+        if not callable(spec) or isinstance(spec, Auto):
+            self._constant = first
 
     def __call__(self, round: int) -> Tensor:
         """Return the (m,) int64 local steps of a round."""
+        if self._constant is not None:
+            return self._constant
         value = _per_agent("local_steps", self._schedule(round, self._draw), self._draw.agents)
         if not np.isfinite(value).all() or (value < 0).any() or (value != np.floor(value)).any():
             raise CadenError(f"`local_steps` must be whole numbers of at least 0, got {value.tolist()!r}.")

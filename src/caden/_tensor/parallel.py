@@ -6,8 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
+from typing import Any
 
 import torch
+
+_SLICE = 1 << 15  # numbers of a slice: fewer are processed sooner than a thread wakes up
 
 
 @cache
@@ -64,6 +67,19 @@ def run_in_threads(function: Callable[[int], object], items: Iterable[int]) -> N
         torch.set_num_threads(threads)
     for helper in helpers:
         helper.result()
+
+
+def run_in_slices(function: Callable[..., Any], arguments: tuple[Any, ...], rows: int, size: int) -> Any:
+    """Call `function(*arguments, begin, end)` on ranges of rows that are worth a thread; a row has `size` numbers.
+
+    Returns the result if one call did it all.
+    """
+    threads = min(torch.get_num_threads(), rows, rows * size // _SLICE)
+    if threads < 2:
+        return function(*arguments, 0, rows)
+    ends = [rows * n // threads for n in range(threads + 1)]
+    run_in_threads(lambda n: function(*arguments, ends[n], ends[n + 1]), range(threads))
+    return None
 
 
 def run_in_order(function: Callable[[int], object], items: Iterable[int]) -> None:

@@ -74,6 +74,8 @@ class CountingProblem(Problem):
         self._tally.gradients, self._tally.seconds = 0, 0.0
 
     def _of(self, functions: Problem) -> CountingProblem:
+        if functions is self._now:
+            return self
         view, functions = copy.copy(self), complete(functions)
         view._now, view.stochastic = functions, functions.stochastic
         return view
@@ -183,13 +185,13 @@ class Run:
 
     def _advance(self, turn: Turn) -> None:
         index, active = turn
-        self.active += int(active.sum())
-        if not bool(active.any()):
+        awake = int(active.sum())
+        self.active += awake
+        if awake == 0:
             return
-        context = self.network.round(
-            index, active, self._work(index), self.problem.at(index), self.curvature, self._work.accuracy
-        )
-        context = context._replace(elapsed=min(index / self.rounds, 1.0) if self.rounds else 0.0)
+        elapsed = min(index / self.rounds, 1.0) if self.rounds else 0.0
+        facts = self.problem.at(index), self.curvature, self._work.accuracy, elapsed
+        context = self.network.round(index, active, self._work(index), *facts)
         self.state, self.info = self.method.advance(self.state, context)
         self.counts["rejected"] += self.info.rejected
         self.counts["fallbacks"] += self.info.fallbacks

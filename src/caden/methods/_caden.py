@@ -210,6 +210,8 @@ def _in_form(state: State, heard: Heard, round: Round) -> State:
 
 def _penalties(mu_z: Tensor, mu_y: float | None, growth: float, index: int) -> tuple[Tensor, Tensor | float]:
     """Return mu_z and mu_y of a round."""
+    if growth == 1:
+        return mu_z, mu_z if mu_y is None else torch.full_like(mu_z, mu_y)
     factor = torch.tensor(growth, dtype=mu_z.dtype, device=mu_z.device) ** index
     return mu_z * factor, mu_z * factor if mu_y is None else mu_y * factor
 

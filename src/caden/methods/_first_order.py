@@ -30,9 +30,9 @@ def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> T
     agent_loop = AGENT_LOOPS["loop"] if rows_separately() else AGENT_LOOPS.get(round.problem.execution)
     if agent_loop is not None:
         return _one_by_one(agent_loop, round, x, step, correction)
-    v = x
+    v, everyone_works = x, int(round.work.min())
     for done in range(int(round.work.max())):
-        rows = rows_where(round.work > done)
+        rows = None if done < everyone_works else rows_where(round.work > done)
         functions = round.problem.redraw(done) if done else round.problem
         direction = functions.value_and_grad(take_rows(v, rows), rows)[1] + take_rows(correction, rows)
         v = v.sub(direction, alpha=step) if rows is None else v.index_add(0, rows, direction, alpha=-step)

@@ -5,9 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from caden._tensor.compiled import compiles, loops
 from caden.core import Edges
 from caden.errors import CadenError
 
+_SMALL = 1 << 15  # elements of an edge temporary whose sums take less time than the calls that compute them
 _SLICE = 1 << 24  # elements of an edge temporary; wider rows are processed in column slices
 
 
@@ -26,6 +28,9 @@ class HeardRows(NamedTuple):
 
     def _edge_sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sum_j w_ij (v_i - v_j) from edge differences: antisymmetric to the last bit, so rows sum to zero."""
+        if len(self.edges.first) * rows.shape[1] < _SMALL and compiles(rows):
+            out: Tensor = loops("caden.networks._compiled").edge_sum(rows, self.edges, weights)
+            return out[: self.edges.agents] if self.edges.elsewhere else out
         out = torch.zeros_like(rows)
         width = max(1, _SLICE // max(1, len(self.edges.first)))
         for a in range(0, rows.shape[1], width):

@@ -86,10 +86,10 @@ class Network:
         return edges, len(layout.edges) if self.transport.sees_only_itself else int(both.sum())
 
     @cached_property
-    def _edges_all_awake(self) -> tuple[Edges, int]:
-        return self.edges_of_round(
-            -1, torch.ones(self.graph.agents, 1, dtype=torch.bool, device=self.layout.ends.device)
-        )
+    def _all_awake(self) -> tuple[Tensor, Edges, int]:
+        """The awake rows, edges and sending ends of a round in which everyone takes part."""
+        everyone = torch.ones(self.graph.agents, 1, dtype=torch.bool, device=self.layout.ends.device)
+        return everyone[self.layout.rows], *self.edges_of_round(-1, everyone)
 
     def round(
         self,
@@ -99,20 +99,24 @@ class Network:
         problem: Problem,
         curvature: Tensor | None = None,
         accuracy: float | None = None,
+        elapsed: float = 0.0,
     ) -> Round:
         """Return the context of one round; `active` (m,) bool, `work` (m,)."""
-        everyone = bool(active.all())
-        is_awake = active.to(problem.device).unsqueeze(1)  # (m, 1)
-        edges, sending = self.edges_of_round(index, is_awake) if self.links or not everyone else self._edges_all_awake
-        self.transport.begin_round(index)
-        operators = _Operators(self, index, active, everyone, is_awake[self.layout.rows], edges, sending)
         degree, awake = self._degree, int(active.sum())
+        everyone = awake == self.graph.agents
+        if everyone and self.links is None:
+            awake_rows, edges, sending = self._all_awake
+        else:
+            is_awake = active.to(problem.device).unsqueeze(1)  # (m, 1)
+            awake_rows, (edges, sending) = is_awake[self.layout.rows], self.edges_of_round(index, is_awake)
+        self.transport.begin_round(index)
+        operators = _Operators(self, index, active, everyone, awake_rows, edges, sending)
         if absent := self.transport.absent():
             edges, degree = self._without_rows(absent, edges)
-        work = (work * active)[self.layout.hosted].to(problem.device)
+        work = (work if everyone else work * active)[self.layout.hosted].to(problem.device)
         facts = problem, edges, self.graph, self.may_sleep, self.lossy, self.abridged, curvature, accuracy
         functions = operators.broadcast, operators.exchange, operators.average, operators.maximum, operators.uniform
-        return Round(index, operators.awake, awake, work, degree, *facts, *functions, operators.restrict)
+        return Round(index, operators.awake, awake, work, degree, *facts, *functions, operators.restrict, elapsed)
 
     def _without_rows(self, absent: list[int], edges: Edges) -> tuple[Edges, Tensor]:
         """Return edges and degrees without the `absent` rows of other processes, whose edges become loops."""
@@ -172,7 +176,7 @@ class _Operators:
         timer = self._network.timer
         if timer is None or self._index < 0:
             return
-        going = torch.cat([self._edges.awake_first, self._edges.awake_second]) if sends is None else sends
+        going = self._edges.owner_awake if sends is None else sends
         timer.exchange(self._index, (going * sizes).squeeze(1).double().cpu().numpy())
 
     def _count_messages(self, whole: Tensor, part: Tensor, width: int, itemsize: int) -> None:
@@ -182,7 +186,7 @@ class _Operators:
         """
         edges, codec = self._edges, self._delivery.model.codec
         own = (torch.cat([edges.first, edges.second]) < edges.agents).unsqueeze(1)
-        awake = torch.cat([edges.awake_first, edges.awake_second])
+        awake = edges.owner_awake
         counts = [float((sent & awake & own).sum()) for sent in (whole, part, ~(whole | part))]
         wholes, parts, silent = map(int, self._transport.reduce(counts, "sum"))
         self._count(wholes, width, width * itemsize)
@@ -246,17 +250,17 @@ class _Operators:
             known_rows = self._remember(f"{channel}.rows", fresh)
             fresh = fresh if known_rows is None else known_rows
         peers, own = fresh[torch.cat([edges.second, edges.first])], rows[edges.owner()]
-        spoke = torch.cat([edges.awake_second, edges.awake_first])
+        spoke = edges.peer_awake
         # An agent that has never heard from a peer uses its own row instead.
         known, came = self._delivery.deliver(channel, exchange, self._index, peers, spoke, own)
-        both = came & torch.cat([edges.awake_first, edges.awake_second])
+        both = came & edges.owner_awake
         return HeardArcs(rows, known, both, edges, None if unreliable and self._index >= 0 else fresh)
 
     def exchange(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         exchange, edges, model = next(self._exchanges), self._edges, self._delivery.model
         channel, dim = f"exchange{next(self._arc_exchanges)}", self._network.dim
-        sends = torch.cat([edges.awake_first, edges.awake_second])  # (2e, 1) whether each arc's owner sends
-        comes = torch.cat([edges.awake_second, edges.awake_first])  # ... whether its peer does
+        sends = edges.owner_awake  # (2e, 1) whether each arc's owner sends
+        comes = edges.peer_awake  # ... whether its peer does
         header = messages.shape[1] - dim
         if header:
             self._count(self._sending, 0, header * messages.element_size())

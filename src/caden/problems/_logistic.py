@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from caden._tensor.compiled import compiles, loops
 from caden._tensor.devices import require_device
 from caden._tensor.parallel import AGENT_LOOPS
 from caden._tensor.rows import aligned, batched_mv, row_dots, row_numbers, rows_separately, take_rows, view_rows
 from caden.core import Problem
 from caden.errors import CadenError, require_choice, require_integer, require_number
 
+_COMPILED = "caden.problems._compiled"
 _LARGE = 1 << 17  # size of an agent's data from which reading them agent by agent pays off
 
 
@@ -33,6 +35,10 @@ class Logistic(Problem):
         self.execution = ("turns" if signed[0].numel() >= _LARGE else "bmm") if execution == "auto" else execution
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if compiles(x):
+            functions = self.signed, self.share, self.alpha, self.l2
+            results: tuple[Tensor, Tensor] = loops(_COMPILED).logistic(*functions, x, rows)
+            return results
         value, gradient = self._losses(x, rows, self.execution)
         if self.l2:
             value += self.l2 / 2 * row_dots(x, x)

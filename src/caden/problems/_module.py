@@ -24,9 +24,11 @@ from caden.data import Held, Shard, leaves, over
 from caden.draws import batch, randomness
 from caden.errors import CadenError, require_choice
 from caden.problems._model import Model, Training, joined, part_of
+from caden.problems._traced import Traced
 
 _CHUNK = 16 << 20  # bytes of input per call, so the activations of a large shard do not all exist at the same time
 _LARGE = 1 << 26  # samples times parameters of an agent from which a separate call per agent costs nothing
+_SMALL = 1 << 20  # samples times parameters of all agents up to which computing takes less time than calling
 _GLANCE = 400  # test samples of the metrics of a round, if there are mini-batches
 _CALIBRATION = 512  # samples for the statistics of batch normalisation
 
@@ -71,6 +73,7 @@ class Module(Problem):
         self._coming: dict[int, Future[tuple[Any, Any]]] = {}
         self._unscaled = bool((scale == 1).all())
         self._groups: list[tuple[list[int], Any, Any]] = []
+        self._batch = Traced(self._gradients)
         require_choice("execution", execution, ("auto", "loop", "vmap", "turns"))
         self.chunk = self._samples_per_call()
         self.execution = self._choose_execution() if execution == "auto" else execution
@@ -270,19 +273,27 @@ class Module(Problem):
     def _batched_loss(self, parameters: dict[str, Tensor], inputs: Any, targets: Tensor) -> Tensor:
         return self.model.loss(self.model.forward(self.model.module, parameters, inputs), targets)
 
+    def _gradients(self, rows: Tensor, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values (k',) and gradients (k', d) of some agents with stacked samples."""
+        gradients, values = vmap(grad_and_value(self._batched_loss))(self.model.views(rows), inputs, targets)
+        return values, torch.cat([gradients[n].flatten(1) for n in self.model.names], dim=1)
+
     def _evaluate_batched(self, x: Tensor, agents: list[int], value: Tensor, gradient: Tensor) -> None:
-        """Evaluate all agents with shards of one size in one call of vmap."""
+        """Evaluate all agents with shards of one size in one call."""
         for members, inputs, targets in self._grouped(agents):
             position = {agent: n for n, agent in enumerate(members)}
             group = [a for a, agent in enumerate(agents) if agent in position]
             if not group:
                 continue
             chosen = [position[agents[a]] for a in group]
-            everyone = chosen == list(range(len(members)))
-            data = (inputs, targets) if everyone else part_of((inputs, targets), chosen)
             rows = x if len(group) == len(agents) else x[group]
-            gradients, values = vmap(grad_and_value(self._batched_loss))(self.model.views(rows), *data)
-            flat = torch.cat([gradients[n].flatten(1) for n in self.model.names], dim=1)
+            if chosen == list(range(len(members))):
+                values, flat = self._batch(rows, inputs, targets)
+            elif targets.shape[1] * len(members) * self.dim < _SMALL:  # others cost nothing, other shapes do
+                everyone = x.new_zeros(len(members), self.dim).index_copy_(0, torch.tensor(chosen), rows)
+                values, flat = (part[chosen] for part in self._batch(everyone, inputs, targets))
+            else:
+                values, flat = self._gradients(rows, *part_of((inputs, targets), chosen))
             if len(group) == len(agents):
                 value.copy_(values), gradient.copy_(flat)
             else:

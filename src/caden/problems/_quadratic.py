@@ -7,10 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caden._tensor.compiled import compiles, loops
 from caden._tensor.devices import require_device
 from caden._tensor.rows import batched_mv, row_dots, take_rows, view_rows
 from caden.core import Problem
 from caden.errors import CadenError, require_integer, require_positive
+
+_COMPILED = "caden.problems._compiled"
+_LARGE = 400  # dimension from which the library for matrix products is as fast as compiled loops
 
 
 class Quadratic(Problem):
@@ -30,6 +34,9 @@ class Quadratic(Problem):
         return minimiser
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.dim < _LARGE and compiles(x):
+            results: tuple[Tensor, Tensor] = loops(_COMPILED).quadratic(self.hessian, self.linear, x, rows)
+            return results
         linear = take_rows(self.linear, rows)
         product = self.hvp(x, x, rows)
         return row_dots(x, product / 2 - linear), product - linear

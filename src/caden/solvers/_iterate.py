@@ -20,7 +20,7 @@ from caden._tensor.rows import row_dots, row_norms, rows_where, take_rows
 from caden.core import Info, Objective, Problem, Solved
 from caden.errors import CadenError
 
-_FLOOR = 8  # in units of the rounding error of the two parts of grad h
+FLOOR = 8  # in units of the rounding error of the two parts of grad h
 
 
 def accurate(
@@ -32,7 +32,7 @@ def accurate(
     """
     g, length = gradient + slope, row_norms(way)
     norm, enough = row_norms(g), torch.where(rho > 0, rho * length, first) * accuracy
-    floor = _FLOOR * torch.finfo(g.dtype).eps * (row_norms(gradient) + row_norms(slope))
+    floor = FLOOR * torch.finfo(g.dtype).eps * (row_norms(gradient) + row_norms(slope))
     beyond = row_dots(g, way) > overshoot * rho * length**2
     return (norm <= floor) | ((norm <= enough) & ~(beyond & (rho > 0)))
 

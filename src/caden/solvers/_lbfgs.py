@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from caden._tensor.compiled import compiles, loops
 from caden._tensor.parallel import run_in_threads
 from caden._tensor.rows import (
     WIDE,
@@ -36,10 +37,11 @@ from caden._tensor.rows import (
 from caden.core import LocalSolver, Objective, Problem, Solved
 from caden.errors import CadenError, require_choice, require_integer, require_number
 from caden.solvers._blocks import in_blocks
-from caden.solvers._iterate import Iterate, Memory, Trial, start
+from caden.solvers._iterate import FLOOR, Iterate, Memory, Trial, start
 
 _ARMIJO = 1e-4
 _BLOCK = 1 << 22  # numbers of the memory that are processed together
+_NARROW = 1 << 12  # rows shorter than this are worth compiled loops; longer ones take their time in any case
 _TRIALS = 3  # the direction, a shortened one, a safe gradient step
 
 
@@ -47,7 +49,8 @@ class Pairs(NamedTuple):
     """Circular buffers of pairs, one per agent; slot (stored % M) is written next."""
 
     vectors: Tensor  # (k, 2M, d): s in the first M slots, the changes of grad f_i in the others
-    gram: Tensor  # (k, 2M, 2M) float64 inner products; `direction` fills in those of the newest pair
+    # (k, 2M, 2M) float64 inner products; `direction` fills in those of the newest pair, compiled loops leave zeros.
+    gram: Tensor
     stored: Tensor  # (k,) int64 pairs written since the last reset; this and the Gram matrix stay on the CPU
 
     @property
@@ -61,6 +64,13 @@ class Pairs(NamedTuple):
             return slice(None), int(stored[0] + ahead) % self.memory
         at = np.arange(len(stored)) if rows is None else rows.numpy(force=True)
         return at, (stored[at] + ahead) % self.memory
+
+    def fill_gram(self) -> None:
+        """Compute the inner products of pairs that compiled loops stored."""
+        if self.memory:
+            unknown = ((self.stored > 1) & (self.gram[:, 0, 0] == 0)).nonzero().flatten()
+            vectors = self.vectors[unknown.to(self.vectors.device)].double()
+            self.gram[unknown] = (vectors @ vectors.mT).cpu()
 
     def write(self, rows: Tensor | None, s: Tensor, y: Tensor) -> None:
         """Store a pair for each of the rows (all rows for None)."""
@@ -201,6 +211,29 @@ class _LocalSteps:
         self.everyone = torch.arange(len(now.x), device=now.x.device)
         self.rejected, self.fallbacks, self.stalled = 0, 0, set[int]()
 
+    def run(self, objective: Objective) -> None:
+        """Take all local steps, all rows together."""
+        now, common = self.now, int(self.now.work.min())
+        self.pairs.fill_gram()
+        for iteration in range(int(now.work.max())):
+            g = now.full_gradient(None)
+            live = row_norms(g) != 0
+            if iteration >= common or objective.accuracy is not None:
+                live &= now.live(iteration)
+            if not bool(live.any()):
+                break
+            rows = rows_where(live)
+            g = take_rows(g, rows)
+            self.search(rows, g, *self.descent(rows, g))
+
+    def run_compiled(self, objective: Objective) -> None:
+        """Take all local steps, row by row in compiled loops: the same to rounding, with far fewer calls."""
+        compiled = loops("caden.solvers._lbfgs_compiled")
+        accuracy = torch.nan if objective.accuracy is None else objective.accuracy
+        rule = accuracy, objective.overshoot, FLOOR, torch.finfo(self.now.x.dtype).eps, _TRIALS
+        settings = compiled.Settings(self.eps, self.backtrack, _ARMIJO, *rule)
+        self.rejected, self.fallbacks, self.stalled = compiled.run(self.now, self.pairs, settings)
+
     def descent(self, rows: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return the quasi-Newton step p, a gradient step where that does not descend, and the (k',) slope along it."""
         shift = take_rows(self.now.rho, rows) + self.eps
@@ -283,17 +316,11 @@ def lbfgs(
     def solve(objective: Objective, x: Tensor, work: Tensor, state: LBFGSMemory) -> Solved:
         now, steps = Iterate(objective, x, Memory(*state[:3]), work), int(work.max())
         pairs = Pairs(*state[3:]) if carry else no_pairs(x, min(memory, max(steps - 1, 0)), stored_dtype)
-        local, common = _LocalSteps(now, pairs, eps, line_search == "backtrack"), int(work.min())
-        for iteration in range(steps):
-            g = now.full_gradient(None)
-            live = row_norms(g) != 0
-            if iteration >= common or objective.accuracy is not None:
-                live &= now.live(iteration)
-            if not bool(live.any()):
-                break
-            rows = rows_where(live)
-            g = take_rows(g, rows)
-            local.search(rows, g, *local.descent(rows, g))
+        local = _LocalSteps(now, pairs, eps, line_search == "backtrack")
+        if x.shape[1] < _NARROW and compiles(x) and pairs.vectors.dtype == x.dtype:
+            local.run_compiled(objective)
+        else:
+            local.run(objective)
         stalled = sorted(local.stalled)
         if stalled:  # the curvature raised there is meant for this solve only
             now.curvature[stalled] = state.curvature[stalled]

@@ -1,0 +1,104 @@
+"""Values and gradients of quadratics and logistic regression, agent by agent in loops that numba compiles.
+
+Data are read from memory once per value and gradient: a few samples at a time, for their products with x and, while
+they are in the cache, for their part of the gradient.
+"""
+
+import math
+from functools import cache
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from caden._tensor.compiled import OPTIONS
+from caden._tensor.parallel import run_in_slices
+
+_compiled = njit(**OPTIONS)
+_LINEAR = 20.0  # softplus is, from there on, as in torch
+_BLOCK = 32  # samples whose data are read twice in a row, the second time from the cache
+_PIECE = 1 << 17  # numbers of an agent's data, at least, that stay together
+
+
+@_compiled
+def _quadratic(hessian, linear, agents, x, value, gradient, begin, end):
+    for a in range(begin, end):
+        A, b, total = hessian[agents[a]], linear[agents[a]], 0.0
+        for r in range(len(b)):
+            product = x[a, 0] * 0
+            for c in range(len(b)):
+                product += A[r, c] * x[a, c]
+            total += x[a, r] * (product / 2 - b[r])
+            gradient[a, r] = product - b[r]
+        value[a] = total
+
+
+@_compiled
+def _logistic(data, share, alpha, l2, agents, x, value, gradient, begin, end):
+    """Evaluate some of the pieces that the samples of the agents are cut into; the first has the regularisers, too."""
+    pieces, samples, margins = value.shape[1], data.shape[1], np.empty(_BLOCK)
+    for piece in range(begin, end):
+        a, c = divmod(piece, pieces)
+        rows, weights, v, g, total = data[agents[a]], share[agents[a]], x[a], gradient[a, c], 0.0
+        for j in range(len(v)):
+            g[j] = 0
+            if c == 0:
+                square = np.float64(v[j]) ** 2
+                total += square * (l2 / 2 + alpha / (1 + square))
+                g[j] = v[j] * (l2 + 2 * alpha / (1 + square) ** 2)
+        last = samples * (c + 1) // pieces
+        for first in range(samples * c // pieces, last, _BLOCK):
+            count = min(_BLOCK, last - first)
+            for n in range(count):
+                product = v[0] * 0
+                for j in range(len(v)):
+                    product += rows[first + n, j] * v[j]
+                margins[n] = -product
+            for n in range(count):
+                margin, weight = margins[n], np.float64(weights[first + n])
+                decay = math.exp(-abs(margin))
+                total += weight * (margin if margin > _LINEAR else max(margin, 0.0) + math.log1p(decay))
+                margins[n] = -weight * (1.0 if margin > 0 else decay) / (1.0 + decay)
+            for n in range(count):
+                weight = v.dtype.type(margins[n])
+                for j in range(len(v)):
+                    g[j] += weight * rows[first + n, j]
+        value[a, c] = total
+
+
+@cache
+def _everyone(count: int) -> np.ndarray:
+    return np.arange(count)
+
+
+def _agents(rows: Tensor | None, count: int) -> np.ndarray:
+    return _everyone(count) if rows is None else rows.numpy()
+
+
+def quadratic(hessian: Tensor, linear: Tensor, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return x'A_i x / 2 - b_i'x and its gradient A_i x - b_i."""
+    x, k = x.contiguous(), x.shape[0]
+    value, gradient = x.new_empty(k), torch.empty_like(x)
+    arrays = hessian.numpy(), linear.numpy(), _agents(rows, k), x.numpy(), value.numpy(), gradient.numpy()
+    run_in_slices(_quadratic, arrays, k, hessian.stride(0))
+    return value, gradient
+
+
+def logistic(
+    data: Tensor, share: Tensor, alpha: float, l2: float, x: Tensor, rows: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the functions of `Logistic` and their gradients.
+
+    The samples of an agent are cut into pieces if they are many, so few agents occupy all threads, too. How they are
+    cut depends on their shape alone, and so do the bits.
+    """
+    x, (k, d), numbers = x.contiguous(), x.shape, data.stride(0)
+    pieces = max(1, numbers // _PIECE)
+    value, gradient = x.new_empty(k * pieces), x.new_empty(k * pieces, d)
+    results = value.numpy().reshape(k, pieces), gradient.numpy().reshape(k, pieces, d)
+    arrays = data.numpy(), share.numpy(), alpha, l2, _agents(rows, k), x.numpy(), *results
+    run_in_slices(_logistic, arrays, k * pieces, numbers // pieces)
+    if pieces > 1:
+        value, gradient = value.view(k, pieces).sum(1), gradient.view(k, pieces, d).sum(1)
+    return value, gradient
