@@ -10,6 +10,7 @@ the minimiser after 600 rounds, relative to that at the start.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 
 import numpy as np
@@ -46,6 +47,7 @@ def distance(old: bool, mu: float, relax: float, slow: int, share: float, rounds
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print("| relax | mu_z | slow agents | anchors when ready | anchors when begun |\n|---|---|---|---|---|")
     for relax, mu, (slow, share) in itertools.product((0.5, 0.9), (0.1, 0.3, 1.0), ((2, 0.3), (5, 0.3), (3, 1.0))):
         errors = [distance(old, mu, relax, slow, share) for old in (False, True)]

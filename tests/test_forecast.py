@@ -139,6 +139,7 @@ def test_what_is_small_is_neither_built_nor_looked_at(monkeypatch):
     assert forecast.refuse_if_too_large(experiment()) is None
 
 
+@pytest.mark.slow
 def test_a_method_that_diverges_on_the_miniature_is_counted_all_the_same(monkeypatch):
     monkeypatch.setattr(forecast, "_BYTES", 2e6)
     config = experiment(None, ["method.name=gt", "method.alpha=1e6"])

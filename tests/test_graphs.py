@@ -108,3 +108,24 @@ def test_regular_graphs_give_everyone_the_same_number_of_neighbours():
     for agents, degree in ((5, 3), (4, 4), (6, 1)):
         with pytest.raises(CadenError, match="no connected graph"):
             graphs.regular(agents, degree)
+
+
+@pytest.mark.parametrize("kind", ["path", "ring", "erdos_renyi", "regular", "star", "grid"])
+def test_bounds_hold_where_the_exact_values_are_known(kind):
+    make = {"grid": lambda: graphs.grid(5, 9), "erdos_renyi": lambda: graphs.erdos_renyi(60, 0.08, seed=1)}
+    graph = make.get(kind, lambda: getattr(graphs, kind)(60))()
+    low, high = graph.diameter_bounds
+    assert low <= graph.diameter <= high <= 2 * graph.diameter
+    least, most = graph.spectrum_bounds
+    assert 0 < least <= graph.spectrum[0] * (1 + 1e-12) and graph.spectrum[1] <= most * (1 + 1e-12)
+    if kind == "path":
+        assert high <= graph.diameter + 1  # the last search begins in the middle
+
+
+def test_estimates_for_very_large_graphs(monkeypatch):
+    graph = graphs.regular(1600, 4, seed=2)
+    exact, diameter = graph.spectrum, graph.diameter
+    monkeypatch.setattr(graphs, "_EXACT", 1000)
+    again = graphs.regular(1600, 4, seed=2)
+    assert again.spectrum == pytest.approx(exact, rel=0.02)
+    assert diameter <= again.diameter <= 2 * diameter

@@ -221,7 +221,8 @@ def test_replies_that_no_peer_would_send_are_refused(tmp_path):
     assert sum(link.refused.values()) == 5
 
 
-@pytest.mark.parametrize("less", [{"bits": 4}, pytest.param({"top": 0.3}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("less", [{"bits": 4}, {"top": 0.3}], ids=str)
 def test_free_peers_with_short_messages_are_exact_and_replay_to_the_bit(tmp_path, less):
     """Also with a peer that is stopped and continues, whose neighbours' copies it no longer has."""
     method = {"name": "caden", "mu_z": 0.4, "relax": 0.7}
@@ -861,9 +862,8 @@ class LyingLink(ZenohLink):
         super().publish(version, {j: row + 1e3 for j, row in rows.items()})
 
 
-@pytest.mark.parametrize(
-    ("method", "bounded"), [("clipped_gossip", True), pytest.param("radmm", False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "bounded"), [("clipped_gossip", True), ("radmm", False)])
 def test_one_liar_of_six_moves_clipped_gossip_no_further_than_honest_agents_differ(tmp_path, method, bounded):
     parameters = {"clipped_gossip": {"alpha": 0.05, "faulty": 1}, "radmm": {"rho": 0.4}}[method]
     rounds = 120 if bounded else 30

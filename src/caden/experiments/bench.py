@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +56,16 @@ class Measure(NamedTuple):
 class Rounds:
     """A method in the middle of a run; a call runs one more round and returns its seconds."""
 
-    def __init__(self, method: Method, problem: Problem, graph: Graph, x0: Tensor | None = None, steps: int = STEPS):
-        self.run, start = prepare(method, problem, graph, Conditions(local_steps=steps), x0=x0)
+    def __init__(
+        self,
+        method: Method,
+        problem: Problem,
+        graph: Graph,
+        x0: Tensor | None = None,
+        steps: int = STEPS,
+        **conditions: Any,
+    ):
+        self.run, start = prepare(method, problem, graph, Conditions(local_steps=steps, **conditions), x0=x0)
         self.run.begin(start)
 
     def __call__(self) -> float:
@@ -249,6 +257,48 @@ def many(repeats: int) -> Iterator[Measure]:
     for kind in ("ring", "random 4-regular"):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             yield from pool.apply(_many, (kind, repeats, torch.get_num_threads()))
+    yield from huge(repeats)
+
+
+# Free agents of two speeds make their steps in groups, as with a `tick` when all their times differ.
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "all awake": {},
+    "half awake": {"participation": 0.5},
+    "free": {"clock": {"compute": {"name": "uniform", "mean": 1.0, "per": "agent"}, "tick": 1.0, "mode": "free"}},
+}
+
+
+def huge(repeats: int, agents: int = 100_000, dim: int = 100) -> Iterator[Measure]:
+    """Measure very many agents on a random 4-regular graph: start-up, memory, time per edge; one process each."""
+    for name, conditions in CONDITIONS.items():
+        measured = {}
+        for count in (agents, 1000):
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                measured[count] = pool.apply(_huge, (count, dim, conditions, repeats, torch.get_num_threads()))
+        title = f"{agents:,} agents, {name}"
+        (started, memory, seconds), few = measured[agents], measured[1000][2]
+        yield Measure(f"{title}: seconds to start", [started], "< 60")
+        yield Measure(f"{title}: memory, of the state", [memory], "< 2")
+        yield Measure(f"{title}: time per edge, over 1,000 agents", [a / b for a, b in zip(seconds, few)], "< 1.5")
+
+
+def _huge(
+    agents: int, dim: int, conditions: dict[str, Any], repeats: int, threads: int
+) -> tuple[float, float, list[float]]:
+    """Return seconds to start, peak memory over the state's, and seconds per round and edge."""
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    began = time.perf_counter()
+    graph = graphs.regular(agents, 4)
+    problem = problems.logistic(agents=agents, samples=1, dim=dim, dtype=torch.float32, execution="bmm")
+    before = forget_peak()
+    run = Rounds(methods.caden(mu_z=MU, solver=solvers.lbfgs(memory=5)), problem, graph, steps=2, **conditions)
+    started = time.perf_counter() - began
+    for _ in range(2):
+        run()
+    seconds = [run() / len(graph.edges) for _ in range(repeats)]
+    state = sum(tensor.numel() * tensor.element_size() for tensor in run.run.flatten()[0].values())
+    return started, (largest() - before) / state, seconds
 
 
 def _many(kind: str, repeats: int, threads: int) -> list[Measure]:

@@ -44,11 +44,11 @@ def _svg(busy: list[float], waited: list[tuple[int, int, float]], total: float) 
         parts.append(f'<rect {frame} width="{_BAR}" fill-opacity="0.15"/>')
         parts.append(f'<rect {frame} width="{_BAR * share:.1f}" fill="#009e73">{title}</rect>')
     for agent, neighbour, seconds in waited:
-        place = f'x="{_LEFT + neighbour * _CELL + 1}" y="{_TOP + agent * _CELL + 1}"'
+        corner = f'x="{_LEFT + neighbour * _CELL + 1}" y="{_TOP + agent * _CELL + 1}"'
         dark = min(1.0, 0.1 + 0.9 * seconds / total)
         title = _title(f"agent {agent} waited {seconds:.3g} s for agent {neighbour}")
         size = f'width="{_CELL - 2}" height="{_CELL - 2}"'
-        parts.append(f'<rect {place} {size} fill="#d55e00" fill-opacity="{dark:.2f}">{title}</rect>')
+        parts.append(f'<rect {corner} {size} fill="#d55e00" fill-opacity="{dark:.2f}">{title}</rect>')
     parts.append(f'<rect x="{_LEFT}" y="{_TOP}" width="{edge}" height="{edge}" fill="none" stroke="currentColor"/>')
     return "".join([*parts, "</svg>"])
 

@@ -2,7 +2,7 @@
 
 Tensors of a few numbers cost nearly as much per call as large ones, and a local step takes a hundred calls. Here it
 takes one, and an evaluation of the problem. Every row is computed by itself, so its bits do not depend on the others,
-and rows need not wait for each other: each goes on with its next step while others try a rejected one again.
+and rows need not wait for each other: each takes its next step while others try a rejected one again.
 """
 
 from typing import Any, NamedTuple
