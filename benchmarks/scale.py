@@ -3,9 +3,9 @@
     python benchmarks/scale.py [--agents 1000 10000]
 
 Random 4-regular graph. An agent takes 1 s for the 5 gradients of a step on average: lognormal over the agents, or drawn
-anew in every round. Latency 50 ms; an agent needs 0.8 s to send its four messages over its own
-connection (a million float32 parameters at 160 Mbit/s). Small quadratics stand for the models: times depend on the sizes
-that the clock is given, not on what is computed.
+anew in every round. Latency 50 ms; an agent needs 0.8 s to send its four messages over its own connection (a million
+float32 parameters at 160 Mbit/s). Small quadratics stand for the models: times depend on the sizes that the clock is
+given, not on what is computed.
 """
 
 from __future__ import annotations

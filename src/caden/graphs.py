@@ -115,7 +115,7 @@ class Graph:
         links = sp.csr_array((np.ones(len(i)), (i, j)), shape=(self.agents, self.agents))
 
         def distances(start: int) -> np.ndarray:
-            return np.asarray(csgraph.dijkstra(links, directed=False, indices=start, unweighted=True))
+            return np.asarray(csgraph.dijkstra(links, directed=False, indices=[start], unweighted=True)[0])
 
         anywhere = distances(0)
         one = distances(int(anywhere.argmax()))
