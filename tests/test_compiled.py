@@ -254,3 +254,25 @@ def test_the_command_line_does_not_load_it_and_it_can_be_switched_off(monkeypatc
     assert compiled.installed.__wrapped__()
     monkeypatch.setenv("CADEN_COMPILED", "off")
     assert not compiled.installed.__wrapped__()
+
+
+def test_layers_of_ones_own_may_change_what_they_compute():
+    """A recorded gradient would go on computing what it was recorded with."""
+
+    class Scaled(torch.nn.Linear):
+        factor = 1.0
+
+        def forward(self, inputs):
+            return self.factor * super().forward(inputs)
+
+    inputs, targets = torch.randn(24, 3, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
+    problem = caden.problems.classification(Scaled(3, 2), (inputs, targets), agents=4, execution="vmap")
+    x = torch.ones(4, problem.dim)
+    before = [problem.value_and_grad(x)[0] for _ in range(15)]
+    Scaled.factor = 3.0
+    after = problem.value_and_grad(x)[0]
+    fresh = caden.problems.classification(Scaled(3, 2), (inputs, targets), agents=4, execution="vmap").value_and_grad(
+        x
+    )[0]
+    assert torch.equal(before[0], before[-1])
+    assert torch.equal(after, fresh) and not torch.equal(after, before[0])

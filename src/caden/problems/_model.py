@@ -112,6 +112,11 @@ class Model:
         if self.training.loss is cross_entropy and isinstance(outputs[0], Tensor) and not targets.is_floating_point():
             self.outputs = outputs[0].shape[-1 if outputs[0].ndim == 3 and targets.ndim == 2 else 1]
 
+    def stateless(self) -> bool:
+        """Return whether all layers and the loss are torch's own: other code may compute something else each time."""
+        own = all(type(layer).__module__.startswith("torch.nn.") for layer in self.module.modules())
+        return own and getattr(self.training.loss, "__module__", "") == "torch.nn.functional"
+
     def takes_single_samples(self) -> bool:
         """Return whether a batch of one sample is accepted: not by batch normalisation without other dimensions."""
         try:

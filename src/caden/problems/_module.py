@@ -73,7 +73,7 @@ class Module(Problem):
         self._coming: dict[int, Future[tuple[Any, Any]]] = {}
         self._unscaled = bool((scale == 1).all())
         self._groups: list[tuple[list[int], Any, Any]] = []
-        self._batch = Traced(self._gradients)
+        self._batch = Traced(self._gradients) if self.model.stateless() else self._gradients
         require_choice("execution", execution, ("auto", "loop", "vmap", "turns"))
         self.chunk = self._samples_per_call()
         self.execution = self._choose_execution() if execution == "auto" else execution
