@@ -267,7 +267,7 @@ def test_layers_of_ones_own_may_change_what_they_compute():
 
     inputs, targets = torch.randn(24, 3, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
     problem = caden.problems.classification(Scaled(3, 2), (inputs, targets), agents=4, execution="vmap")
-    x = torch.ones(4, problem.dim)
+    x = torch.randn(4, problem.dim, generator=torch.Generator().manual_seed(1))
     before = [problem.value_and_grad(x)[0] for _ in range(15)]
     Scaled.factor = 3.0
     after = problem.value_and_grad(x)[0]
