@@ -230,8 +230,8 @@ def textbook_pull(problem, graph, rho, alpha, compute, latency, transfer, steps,
     def at(time, what, *about):
         heapq.heappush(events, (time, next(order), what, about))
 
-    def ask(now, i, j):  # i asks j, unless it does so already or knows of nothing new
-        if not fetching[i, j] and heard[i, j] > have[i, j]:
+    def ask(now, i, j):  # i asks j, unless it does so already, has not used the last answer, or knows of nothing new
+        if not fetching[i, j] and (i, j) not in inbox and heard[i, j] > have[i, j]:
             fetching[i, j] = True
             at(now + latency, "request", j, i)
 
@@ -248,6 +248,7 @@ def textbook_pull(problem, graph, rho, alpha, compute, latency, transfer, steps,
             for j in near[i]:
                 if (i, j) in inbox:
                     z[i, j] = (1 - alpha) * z[i, j] + alpha * inbox.pop((i, j))
+                    ask(now, i, j)
             made[i] += 1
             at(now + compute[i], "step", i)
         elif what == "announcement":
@@ -258,7 +259,6 @@ def textbook_pull(problem, graph, rho, alpha, compute, latency, transfer, steps,
         else:
             j, have[i, j], inbox[i, j] = rest[0], rest[1], rest[2]
             fetching[i, j] = False
-            ask(now, i, j)
     return x, made
 
 

@@ -41,7 +41,7 @@ class Clock:
     latency, bandwidth: of each edge in each direction; bandwidth None is unlimited.
     up, down: bandwidth of an agent's own connection, which its messages share.
     pull: messages are announced, asked for and sent, as between peers: they travel three times the latency, and free
-        agents skip those that are out of date before they are asked for.
+        agents ask for the newest one when they have used the last one.
     mode: "wait": an agent continues when the messages of its neighbours are there, as peers in lockstep do.
         "deadline": a round ends after some seconds; who is not ready then counts as asleep in it, and takes part in the
         first round in which it is ready, with the anchors of that round. "free": there are no rounds; an agent makes

@@ -43,10 +43,11 @@ class FreeTimer(Timer):
         if (self.compute(0) + self.overhead(0) <= 0).any():
             raise CadenError('`clock.compute` must be positive in the mode "free": steps would take no time.')
         self._state |= {"ends": np.full(self.agents, -1.0), "expected": np.zeros(self.agents)}
-        # Of each arc: the newest message that its peer has taken, and, if messages are pulled, the newest one offered,
-        # when a request for it comes in (infinite: none does), and when the last one that was asked for arrives.
-        self._state |= {"taken": np.full(len(self.owner), -1), "offered": np.full(len(self.owner), -1)}
-        self._state |= {"request": np.full(len(self.owner), np.inf), "fetched": np.zeros(len(self.owner))}
+        # Of each arc: the newest message that its peer has taken, and when, and, if messages are pulled, the newest one
+        # sent and offered, when that was, and when a request for it comes in (infinite: none does).
+        arcs = len(self.owner)
+        self._state |= {name: np.full(arcs, -1) for name in ("taken", "sent", "offered")}
+        self._state |= {"request": np.full(arcs, np.inf), "taken_at": np.zeros(arcs), "offered_at": np.zeros(arcs)}
         self._offers: Tensor | None = None  # (2E, d)
         self._letters: list[_Letters] = []
         self._turn = Turn(0, torch.ones(self.agents, dtype=torch.bool))  # all begin
@@ -97,33 +98,39 @@ class FreeTimer(Timer):
     def _work(self, seconds: np.ndarray) -> None:
         super()._work(np.where(self._turn.active.numpy(), seconds, 0))
 
-    def _post(self, index: int, going: np.ndarray, numbers: np.ndarray, begin: np.ndarray, rows: Tensor) -> np.ndarray:
-        """Send the rows of some arcs; return (2E,) when they arrive."""
+    def _post(self, index: int, going: np.ndarray, numbers: np.ndarray, begin: np.ndarray, rows: Tensor) -> None:
+        """Send the rows of some arcs."""
         size = float(rows.shape[1] * rows.element_size())
         arrival = self.travel(index, np.where(going, size, 0.0), begin)
         at = np.flatnonzero(going)
         if len(at):
             self._letters.append(_Letters(at, numbers[at], arrival[at], rows[torch.from_numpy(at)]))
-        return arrival
 
     def _offer(self, index: int, arcs: Tensor, sending: np.ndarray, begin: np.ndarray) -> None:
-        """Announce rows; who is not fetching already asks for them as soon as it hears of them."""
-        state, latency = self._state, self._latencies(index)
+        """Announce rows."""
+        state = self._state
         if self._offers is None:
             self._offers = arcs.clone()
         self._offers[torch.from_numpy(sending)] = arcs[torch.from_numpy(sending)]
+        first = sending & (state["offered"] == state["sent"])  # later ones are announced to who knows already
+        state["offered_at"] = np.where(first, begin, state["offered_at"])
         state["offered"] = np.where(sending, index, state["offered"])
-        idle = sending & np.isinf(state["request"])
-        asked = np.maximum(begin + latency, state["fetched"]) + latency
-        state["request"] = np.where(idle, asked, state["request"])
+        self._ask(index)
+
+    def _ask(self, index: int) -> None:
+        """Let those ask that have used all they have fetched, as soon as they know of something new."""
+        state, latency = self._state, self._latencies(index)
+        asks = np.isinf(state["request"]) & (state["sent"] == state["taken"]) & (state["offered"] > state["sent"])
+        asked = np.maximum(state["offered_at"] + latency, state["taken_at"]) + latency
+        state["request"] = np.where(asks, asked, state["request"])
 
     def _answer(self, index: int, until: np.ndarray) -> None:
         """Send the newest rows to those whose requests have come in by then (2E,), before newer ones are offered."""
         state, asked = self._state, self._state["request"] <= until
         if self._offers is None or not asked.any():
             return
-        arrival = self._post(index, asked, state["offered"], state["request"], self._offers)
-        state["fetched"] = np.where(asked, arrival, state["fetched"])
+        self._post(index, asked, state["offered"], state["request"], self._offers)
+        state["sent"] = np.where(asked, state["offered"], state["sent"])
         state["request"] = np.where(asked, np.inf, state["request"])
 
     def _delivered(self, arcs: Tensor, active: np.ndarray, moment: float) -> tuple[Tensor, Tensor]:
@@ -138,8 +145,10 @@ class FreeTimer(Timer):
             newer = letters.select(here & (letters.numbers > taken[letters.arcs]))
             at = torch.from_numpy((newer.arcs + half) % (2 * half))  # the arcs of the receivers
             received[at], came[at] = newer.rows, True
-            taken[newer.arcs] = newer.numbers
+            taken[newer.arcs], self._state["taken_at"][newer.arcs] = newer.numbers, moment
         self._letters = waiting
+        if self.clock.pull:
+            self._ask(self._turn.index)
         return received, came
 
     def end_turn(self, turn: Turn) -> int:

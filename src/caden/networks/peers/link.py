@@ -2,7 +2,8 @@
 
 Every peer repeatedly pushes small notices: its newest version, its progress, and what it knows of every agent's state.
 A lost notice does not matter. Rows are pulled: a peer that needs one asks its owner, who keeps the last few (`offers`).
-So no sender waits for a receiver, a slow receiver skips versions, and a silent one costs no memory. A reply is checked
+So no sender waits for a receiver, a slow receiver skips versions, and a silent one costs no memory. A free-running peer
+fetches a row when it has read the last one. A reply is checked
 (sender, version, size, dtype, checksum, finite numbers) before it is used. Invalid messages are dropped and counted.
 """
 
@@ -94,6 +95,7 @@ class ZenohLink:
         self._codec, self._dim = codec if self._free else None, like.numel() - (HEADER if self._free else 0)
         self._offers = Offers(self._free, self._codec, self._dim)
         self._newest_rows: dict[int, tuple[int, Tensor]] = {}  # neighbour -> its newest version and row
+        self._unread: set[int] = set()  # neighbours whose newest row was not read yet: no other is fetched until then
         self._paths: dict[int, Path] = {j: [] for j in self.neighbours}  # ... and how it came about
         self._announced = dict.fromkeys(self.neighbours, -1)  # newest version that each has announced
         self._rounds_done = dict.fromkeys(self.neighbours, -1)  # rounds that each has done; -1: not started
@@ -237,7 +239,7 @@ class ZenohLink:
             with self._changed:
                 latest = self._newest_rows[neighbour][0] if neighbour in self._newest_rows else -1
                 announced = self._announced[neighbour]
-                if announced <= max(latest, asked):
+                if announced <= max(latest, asked) or neighbour in self._unread:
                     self._changed.wait(BEAT)
                     continue
             fetched = self._fetch(neighbour, -1, self._like, latest)
@@ -248,6 +250,7 @@ class ZenohLink:
                 continue
             with self._changed:
                 self._newest_rows[neighbour] = (fetched.version, fetched.row)
+                self._unread.add(neighbour)
                 if self._codec is not None:
                     before = self._paths[neighbour] if fetched.base >= 0 else []  # a whole row needs nothing before it
                     self._paths[neighbour] = [*before, (fetched.version, fetched.base)]
@@ -431,6 +434,8 @@ class ZenohLink:
         with self._changed:
             received = {j: Received(*newest, self._paths[j]) for j, newest in self._newest_rows.items()}
             self._paths = {j: [] for j in self.neighbours}
+            self._unread.clear()
+            self._changed.notify_all()
             return received
 
     def stale(self) -> float:
