@@ -114,6 +114,7 @@ def test_what_loops_and_models_may_be(two_ranks):
     assert max(found.values()) < 1e-5, found
 
 
+@pytest.mark.slow
 def test_a_killed_job_continues_to_the_same_bits(tmp_path):
     assert job("crash", tmp_path, 2, tmp_path / "run")[0] != 0
     code, found = job("crash", tmp_path, 2, tmp_path / "run")
