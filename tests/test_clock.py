@@ -145,6 +145,38 @@ def test_a_round_ends_when_all_are_ready(setting):
     assert last(result, "time") == [6 + 0.25]  # with the gradient before the first round
 
 
+@pytest.mark.parametrize("method", ["caden", "gt", "fedavg", "atg", "dgd", "esom"])
+def test_a_loose_deadline_takes_as_long_as_waiting(setting, method):
+    """Everyone is always ready; the first step is taken to be longer or shorter than it is, the second makes up."""
+    problem, graph = setting
+    make, parameters = caden.methods.METHODS[method], caden.methods.CARDS[method].unit_parameters
+    took = {}
+    for mode, limit in (("wait", {}), ("deadline", {"deadline": 100.0})):
+        clock = {"compute": 0.5, "latency": 0.25, "bandwidth": 48.0, "overhead": 0.125, "mode": mode, **limit}
+        result = caden.simulate(make(**parameters), problem, graph, 8, local_steps=4, clock=clock)
+        took[mode] = last(result, "time")[0]
+        assert result.history["time"].is_monotonic_increasing
+        assert result.agents["idle"].min() > -1e-12
+    assert took["deadline"] == pytest.approx(took["wait"], rel=1e-12)
+
+
+def test_time_never_runs_backwards_and_computing_is_not_idling(setting):
+    problem, graph = setting
+    compute = {"name": "lognormal", "mean": 0.2, "spread": 2.0}
+    result = caden.simulate(caden.methods.dgd(0.05), problem, graph, 12, clock={"compute": compute})
+    assert result.history["time"].is_monotonic_increasing
+    even = caden.simulate(caden.methods.dgd(0.05), problem, graph, 12, clock={"compute": 0.25})
+    assert (even.history["idle"] == 0).all()
+
+
+def test_sleepers_wait_for_nobody(setting):
+    problem, graph = setting
+    clock = {"compute": 0.1, "latency": 0.5}
+    all_but_one = np.arange(AGENTS) > 0
+    result = caden.simulate(gd(), problem, graph, 10, participation=lambda round, draw: all_but_one, clock=clock)
+    assert 0 not in set(result.waiting["agent"]) and len(result.waiting)
+
+
 def test_deadlines_stay_exact(setting):
     problem, graph = setting
     compute = {"name": "lognormal", "mean": 0.2, "spread": 1.0}
@@ -310,8 +342,12 @@ def test_free_running_refuses_what_it_cannot_do(setting):
     for options in ({"messages": {"bits": 8}}, {"messages": {"loss": 0.1}}, {"participation": 0.5}, {"links": 0.5}):
         with pytest.raises(CadenError, match="has delays of its own"):
             caden.simulate(gd(), problem, graph, 3, clock=free, **options)
-    with pytest.raises(CadenError, match="single exchange over arcs"):
-        caden.simulate(caden.methods.gt(0.05), problem, graph, 3, clock=free)
+    for name in ("gt", "fedavg", "diloco", "esom"):
+        method = caden.methods.METHODS[name](**caden.methods.CARDS[name].unit_parameters)
+        with pytest.raises(CadenError, match="single exchange over arcs"):
+            caden.simulate(method, problem, graph, 3, clock=free)
+    with pytest.raises(CadenError, match="must not be 0"):
+        caden.simulate(gd(), problem, graph, 3, local_steps=[3] * 5 + [0], clock=free)
 
 
 # All modes.
@@ -374,6 +410,12 @@ def test_values_by_number_list_distribution_and_file(tmp_path):
         ({"latency": {"name": "uniform", "mean": 1, "per": "agent"}}, "edge"),
         ({"compute": {"file": "nowhere.csv"}}, "cannot be read"),
         ({"pull": 3}, "clock.pull"),
+        ({"compute": "fast"}, "clock.compute"),
+        ({"compute": True}, "clock.compute"),
+        ({"compute": None}, "finite"),
+        ({"latency": float("inf")}, "clock.latency"),
+        ({"bandwidth": "10 MB"}, "clock.bandwidth"),
+        ("wait", "must be a Clock or a table"),
         ({"tick": 1.0}, 'belongs to the mode "free"'),
         ({"tick": -1.0, "mode": "free"}, "positive"),
     ],

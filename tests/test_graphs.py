@@ -129,3 +129,7 @@ def test_estimates_for_very_large_graphs(monkeypatch):
     again = graphs.regular(1600, 4, seed=2)
     assert again.spectrum == pytest.approx(exact, rel=0.02)
     assert diameter <= again.diameter <= 2 * diameter
+    grid = graphs.grid(40, 50)
+    assert grid.spectrum[0] == pytest.approx(2 - 2 * np.cos(np.pi / 50), rel=0.05)
+    with pytest.raises(CadenError, match="use `spectrum_bounds`"):
+        print(graphs.ring(5001).spectrum)

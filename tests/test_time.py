@@ -161,6 +161,8 @@ def test_answering_ends_by_itself(tmp_path):
         (["clock", "measure", "--agent", "99"], "must lie in 0..19"),
         (["clock", "measure", "--steps", "1", "--link", "nowhere"], "HOST:PORT"),
         (["clock", "answer", "--seconds", "-1"], "positive"),
+        (["clock", "answer", "--port", "70000"], "1..65535"),
+        (["plan", "--set", "clock.compute=0.1", "--methods", ""], "at least one method"),
     ],
 )
 def test_wrong_input_gets_one_line(call, arguments, message):  # noqa: F811

@@ -219,6 +219,8 @@ def _ask(line: socket.socket, size: int) -> float:
 
 def answer(host: str, port: int, seconds: float) -> int:
     """Answer `measure_link` for some time, one connection after the other; return how many there were."""
+    if not 0 < port < 65536:
+        raise CadenError(f"`--port` must lie in 1..65535, got {port}.")
     end, served = time.monotonic() + seconds, 0
     try:
         with socket.create_server((host, port)) as server:

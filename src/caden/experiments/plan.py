@@ -26,7 +26,7 @@ from caden.networks.messages import Messages
 
 QUANTILE = 0.7  # deadline of a round, unless the experiment has one
 SLOWER = 0.1  # of the bandwidth, in the second runs
-FREE = ("caden", "caden_gd", "radmm", "lt_admm")  # one exchange over arcs
+FREE = ("caden", "caden_gd", "clipped_gossip", "lt_admm", "radmm")  # one exchange over arcs
 STEPS = ("auto", 5)
 SHORT: tuple[dict[str, Any], ...] = ({}, {"bits": 4})
 
@@ -78,6 +78,8 @@ def plan(
         raise CadenError("The experiment has no `[clock]`: say how long computing and sending take (docs/time.md).")
     if config.target is None and config.tolerance is None:
         raise CadenError("A plan needs a `target` accuracy (`--target`) or a `tolerance`.")
+    if not (methods and modes and steps):
+        raise CadenError("A plan needs at least one method, mode and number of steps.")
     for name in methods:
         require_choice("method", name, METHODS)
     for mode in modes:

@@ -67,6 +67,8 @@ class Clock:
         """Return the checked clock that `spec` describes; None if there is none."""
         if not spec:
             return None
+        if not isinstance(spec, Mapping | Clock):
+            raise CadenError(f"`clock` must be a Clock or a table, got {spec!r}.")
         if isinstance(spec, Mapping):
             names = [field.name for field in fields(cls)]
             for key in spec:
@@ -108,13 +110,13 @@ class Values:
         elif spec is None:
             self._rows = np.full((1, count), np.inf)
         else:
-            array = np.asarray(spec, dtype=float)
-            if array.ndim > 1 or (array.ndim == 1 and len(array) != count):
-                raise CadenError(f"`clock.{name}` must be a number or one per {unit} ({count}), got {array.shape[0]}.")
-            self._rows = np.broadcast_to(array, (1, count))
+            self._rows = np.broadcast_to(_numbers(name, spec, count, unit), (1, count))
         low = 0 if name in ("latency", "compute", "overhead") else np.finfo(float).tiny
-        if len(self._rows) and not (self._rows >= low).all():
-            raise CadenError(f"`clock.{name}` must be {'at least 0' if low == 0 else 'positive'}, got {spec!r}.")
+        sound = np.isfinite(self._rows).all() or (spec is None and low > 0)  # without a bandwidth there is no limit
+        if len(self._rows) and not (sound and (self._rows >= low).all()):
+            raise CadenError(
+                f"`clock.{name}` must be {'at least 0' if low == 0 else 'positive'} and finite, got {spec!r}."
+            )
 
     def _check(self, unit: str) -> None:
         known = ["name", "mean", "spread", "per"]
@@ -133,6 +135,15 @@ class Values:
         index = round if self._table.get("per", "round") == "round" else -1
         u = self._draw.uniform(f"clock/{self._name}", index, self._count)
         return np.asarray(float(self._table["mean"]) * _SHAPES[self._table["name"]](self._spread, u))
+
+
+def _numbers(name: str, spec: Any, count: int, unit: str) -> np.ndarray:
+    values = list(spec) if isinstance(spec, Sequence | np.ndarray) and not isinstance(spec, str) else [spec]
+    for value in values:
+        require_number(f"clock.{name}", value)
+    if len(values) not in (1, count):
+        raise CadenError(f"`clock.{name}` must be a number or one per {unit} ({count}), got {len(values)}.")
+    return np.array(values, dtype=float)
 
 
 def _scaled(name: str, spec: Value, factor: float) -> Value:

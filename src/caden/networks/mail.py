@@ -33,7 +33,7 @@ class FreeTimer(Timer):
     """The times of a run in "free" mode.
 
     The length of a step is known when its gradients are counted, which is at its end. So a step is taken to end when
-    the agent's last number of gradients would be done, and the next one begins later if there were more.
+    the agent's last number of gradients would be done; the next one makes up for the difference.
     """
 
     may_sleep = True
@@ -52,9 +52,8 @@ class FreeTimer(Timer):
         self._letters: list[_Letters] = []
         self._turn = Turn(0, torch.ones(self.agents, dtype=torch.bool))  # all begin
 
-    @property
-    def time(self) -> float:
-        return float(self._state["now"].max())
+    def barrier(self, index: int, size: float, hops: int) -> None:
+        raise _refusal()
 
     def exchange(self, index: int, sizes: np.ndarray) -> None:
         """Nobody waits; see `deliver`."""
@@ -71,7 +70,10 @@ class FreeTimer(Timer):
 
     def _end(self, begin: np.ndarray, index: int) -> np.ndarray:
         """Return (m,) when steps end that begin at some times."""
-        end = begin + self.overhead(index) + self.compute(index) * self._state["expected"]
+        seconds = self.overhead(index) + self.compute(index) * self._state["expected"]
+        if (seconds <= 0).any():
+            raise CadenError('Steps that take no time have no order in the mode "free": `local_steps` must not be 0.')
+        end = begin + seconds
         tick = self.clock.tick
         return np.asarray(np.ceil(end / tick * (1 - 1e-12)) * tick if tick else end)
 
@@ -91,7 +93,8 @@ class FreeTimer(Timer):
             self._offer(index, arcs, sending, begin)
         else:
             self._post(index, sending, np.full(len(begin), index), begin, arcs)
-        state["now"] = np.where(active, done, state["now"])
+        if self.clock.tick:
+            state["now"] = np.where(active, done, state["now"])
         state["expected"] = np.where(active, made, state["expected"])
         return self._delivered(arcs, active, moment)
 
@@ -154,7 +157,8 @@ class FreeTimer(Timer):
     def end_turn(self, turn: Turn) -> int:
         state, active = self._state, turn.active.numpy()
         state["steps"] += active
-        state["ends"] = np.where(active, self._end(state["now"], turn.index + 1), state["ends"])
+        next_end = np.maximum(self._end(state["now"], turn.index + 1), state["ends"])
+        state["ends"] = np.where(active, next_end, state["ends"])
         return int(state["steps"].min())
 
     def buffers(self) -> dict[str, Tensor]:
@@ -176,6 +180,12 @@ class FreeTimer(Timer):
         self._offers = buffers.get("offers")
 
 
+def _refusal() -> CadenError:
+    return CadenError(
+        'The mode "free" needs a method whose rounds are a single exchange over arcs (caden, radmm, lt_admm).'
+    )
+
+
 class Mail(Memory):
     """The transport of all agents of this process, by a clock."""
 
@@ -189,16 +199,11 @@ class Mail(Memory):
 
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         if self._index >= 0:
-            raise self._refusal()
+            raise _refusal()
         return rows
 
     def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
         self._exchanges += 1
         if self._exchanges > 1:
-            raise self._refusal()
+            raise _refusal()
         return self._timer.deliver(arcs, sends)
-
-    def _refusal(self) -> CadenError:
-        return CadenError(
-            'The mode "free" needs a method whose rounds are a single exchange over arcs (caden, radmm, lt_admm).'
-        )

@@ -53,6 +53,7 @@ class Timer:
         # Set by the run: (m,) gradients so far, and local steps in a round.
         self.gradients: Callable[[], np.ndarray] = lambda: np.zeros(m, np.int64)
         self.planned: Callable[[int], np.ndarray] = lambda index: np.ones(m)
+        self._awake = np.ones(m, bool)
         zero = np.zeros(m)
         # Seconds: where each agent's own time stands, its computing time, and how long arcs were waited for.
         self._state = {"now": zero.copy(), "busy": zero.copy(), "waited": np.zeros(len(self.owner))}
@@ -62,10 +63,7 @@ class Timer:
     @property
     def time(self) -> float:
         """Simulated seconds since the start, until the last agent has done what was counted."""
-        owed = self.compute(self._index) * (self.gradients() - self._state["charged"])
-        return float((self._state["now"] + owed).max())
-
-    _index = 0
+        return float(self._state["now"].max())
 
     def columns(self) -> dict[str, float]:
         """Return the columns of a history."""
@@ -84,7 +82,6 @@ class Timer:
 
     def charge(self, index: int) -> np.ndarray:
         """Add the computing time of the gradients since the last call; return (m,) how many they were."""
-        self._index = index
         total = self.gradients()
         new = total - self._state["charged"]
         self._state["charged"] = total.copy()
@@ -131,7 +128,8 @@ class Timer:
         arrival = self.travel(index, sizes, begin)
         latest = now.copy()
         np.maximum.at(latest, self.peer, arrival)
-        last = np.flatnonzero((arrival == latest[self.peer]) & (latest > now)[self.peer])
+        waits = (latest > now) & self._awake  # messages reach sleepers, too, but nobody waits for them there
+        last = np.flatnonzero((arrival == latest[self.peer]) & waits[self.peer])
         _, first = np.unique(self.peer[last], return_index=True)  # of several that came last
         self._state["waited"][last[first]] += (latest - now)[self.peer[last[first]]]
         self._state["now"] = latest
@@ -139,17 +137,23 @@ class Timer:
     def barrier(self, index: int, size: float, hops: int) -> None:
         """Let everybody wait for everybody: messages of some bytes that travel some links, one after the other."""
         self.charge(index)
+        self._state["now"][:] = self._state["now"].max() + hops * self._hop(index, size)
+
+    def _hop(self, index: int, size: float) -> float:
+        """Return how long a message takes over the slowest link."""
         trips = 3 if self.clock.pull else 1
-        way = float(np.max(trips * self._latency(index) + size / self._bandwidth(index)))
-        self._state["now"][:] = self._state["now"].max() + hops * way
+        slowest = min(float(rate(index).min()) for rate in (self._bandwidth, self._up, self._down))
+        return trips * float(self._latency(index).max()) + size / slowest
 
     def turn(self, index: int, active: Tensor) -> Turn:
         """Return who takes part in the next step, given the schedule's (m,) `active`."""
-        self._work(self.overhead(index) * active.numpy())
+        self._awake = active.numpy()
+        self._work(self.overhead(index) * self._awake)
         return Turn(index, active)
 
     def end_turn(self, turn: Turn) -> int:
         """Note that the step is done, and return how many rounds are."""
+        self.charge(turn.index)
         self._state["steps"] += turn.active.numpy()
         return turn.index + 1
 
@@ -163,23 +167,26 @@ class Timer:
 
 
 class DeadlineTimer(Timer):
-    """Rounds of limited length: who is not ready at the end of one counts as asleep in it."""
+    """Rounds of limited length: who is not ready at the end of one counts as asleep in it.
+
+    A step is made in the round in which the agent is ready, and only then its gradients and messages are known. Until
+    then it is taken to be as long as the agent's last one; the next step makes up for the difference.
+    """
 
     may_sleep = True
 
     def __init__(self, clock: Clock, graph: Graph, draw: Draw):
         super().__init__(clock, graph, draw)
-        # Seconds of work left (negative: none), and gradients and seconds of each agent's last step (0: unknown).
-        self._state |= {"left": np.full(self.agents, -1.0), "expected": np.zeros(self.agents)}
-        self._state |= {"took": np.zeros(self.agents), "round": np.zeros(2)}  # length of the round, size of a message
-        self._state["owed"] = np.zeros(self.agents)  # seconds of work before the first step
-
-    @property
-    def time(self) -> float:
-        return float(self._state["now"].max())
+        m = self.agents
+        # Seconds of work left (negative: none); gradients and seconds of messages of each agent's last step, and how
+        # long that was taken to be (0: unknown); seconds that the next one makes up for; seconds per gradient now.
+        self._state |= {"left": np.full(m, -1.0), "expected": np.zeros(m), "way": np.zeros(m), "took": np.zeros(m)}
+        self._state |= {"owed": np.zeros(m), "pace": np.zeros(m)}
+        self._state["round"] = np.zeros(2)  # length of this round, and how many there were
+        self._sent = np.zeros(m)  # seconds of messages in this round
 
     def columns(self) -> dict[str, float]:
-        share = self._state["steps"] / max(self._index + 1, 1)
+        share = self._state["steps"] / max(self._state["round"][1], 1)
         return super().columns() | {"participation": float(share.mean()), "participation_least": float(share.min())}
 
     def begin(self) -> None:
@@ -191,42 +198,49 @@ class DeadlineTimer(Timer):
         self._state["busy"] += seconds
 
     def exchange(self, index: int, sizes: np.ndarray) -> None:
-        self._state["round"][1] = max(float(sizes.max(initial=0.0)), self._state["round"][1])
-
-    def barrier(self, index: int, size: float, hops: int) -> None:
-        """Costs nothing: the deadline covers it."""
-
-    def turn(self, index: int, active: Tensor) -> Turn:
+        """Add up how long each agent's messages take, as if nothing else were on the way."""
         state = self._state
-        begins = (state["left"] < 0) & active.numpy()
-        gradients = np.where(state["expected"] > 0, state["expected"], self.planned(index))
-        seconds = self.compute(index) * gradients + self.overhead(index) + self._way(index)
-        state["left"][begins] = (seconds + state["owed"])[begins]
-        known = np.where(state["took"] > 0, state["took"], seconds + state["owed"])
-        state["owed"][begins] = 0.0
-        working, spec = state["left"] >= 0, self.clock.deadline
-        limit = float(np.quantile(known, spec["quantile"])) if isinstance(spec, Mapping) else float(spec or 0)
-        ready = working & (state["left"] <= limit * (1 + 1e-12))
-        state["round"][0] = float(state["left"][working].max()) if working.any() and ready[working].all() else limit
-        state["took"] = np.where(begins, seconds, state["took"])
-        return Turn(index, torch.from_numpy(ready))
-
-    def _way(self, index: int) -> np.ndarray:
-        """Return (m,) how long an agent's messages take, as if nothing else were on the way."""
-        state, sizes = self._state, np.full(len(self.owner), self._state["round"][1])
         queues = state["up"], state["down"]
         state["up"], state["down"] = np.zeros(self.agents), np.zeros(self.agents)
         begin = 2 * self._latencies(index) if self.clock.pull else np.zeros(len(sizes))
         way = np.zeros(self.agents)
         np.maximum.at(way, self.owner, self.travel(index, sizes, begin))
         state["up"], state["down"] = queues
-        return way
+        self._sent += way
+
+    def barrier(self, index: int, size: float, hops: int) -> None:
+        self._sent += hops * self._hop(index, size)
+
+    def turn(self, index: int, active: Tensor) -> Turn:
+        state = self._state
+        begins = (state["left"] < 0) & active.numpy()
+        state["pace"] = np.where(begins, self.compute(index), state["pace"])
+        gradients = np.where(state["expected"] > 0, state["expected"], self.planned(index))
+        seconds = state["pace"] * gradients + self.overhead(index) + state["way"]
+        total = np.maximum(seconds + state["owed"], 0.0)
+        state["left"][begins] = total[begins]
+        known = np.where(state["took"] > 0, state["took"], total)
+        state["owed"][begins] = np.minimum(seconds + state["owed"], 0.0)[begins]  # what is left of a credit
+        state["took"] = np.where(begins, seconds, state["took"])
+        working, spec = state["left"] >= 0, self.clock.deadline
+        limit = float(np.quantile(known, spec["quantile"])) if isinstance(spec, Mapping) else float(spec or 0)
+        ready = working & (state["left"] <= limit * (1 + 1e-12))
+        state["round"][0] = float(state["left"][working].max()) if working.any() and ready[working].all() else limit
+        self._sent = np.zeros(self.agents)
+        return Turn(index, torch.from_numpy(ready))
 
     def end_turn(self, turn: Turn) -> int:
-        made, state, ready = self.charge(turn.index), self._state, turn.active.numpy()
-        self._work(self.overhead(turn.index) * ready)
+        state, ready, index = self._state, turn.active.numpy(), turn.index
+        made = self.gradients() - state["charged"]
+        state["charged"] = self.gradients()
+        overhead = self.overhead(index)
+        self._work(np.where(ready, state["pace"] * made + overhead, 0.0))
+        seconds = state["pace"] * made + overhead + self._sent
+        state["owed"] = np.where(ready, state["owed"] + seconds - state["took"], state["owed"])
+        state["expected"] = np.where(ready, made, state["expected"])
+        state["way"] = np.where(ready, self._sent, state["way"])
         length = state["round"][0]
         state["now"] += length
-        state["expected"] = np.where(ready, made, state["expected"])
+        state["round"][1] += 1
         state["left"] = np.where(ready, -1.0, np.where(state["left"] >= 0, state["left"] - length, -1.0))
         return super().end_turn(turn)
