@@ -40,7 +40,7 @@ def main() -> None:
         for machines, per in (("differ", "agent"), ("vary", "round")):
             for name, mode in MODES.items():
                 link = {"latency": 0.05, "up": 4 * DIM * 8 / MESSAGE}  # four messages of DIM float64
-                clock = {"compute": {**SPEED, "per": per}, **link, **mode}
+                clock = {"compute": {**SPEED, "per": per}, "pull": True, **link, **mode}  # old messages are skipped
                 method = caden.methods.caden(mu_z=0.5, solver=caden.solvers.gd(0.3))
                 settings = {"local_steps": 5, "clock": clock, "record_every": options.rounds, "progress": False}
                 result = caden.simulate(method, problem, graph, options.rounds, **settings)

@@ -260,7 +260,7 @@ def many(repeats: int) -> Iterator[Measure]:
     yield from huge(repeats)
 
 
-# Free agents of two speeds make their steps in groups, as with a `tick` when all their times differ.
+# Free agents, all with times of their own: a `tick` lets those that end their steps together be computed together.
 CONDITIONS: dict[str, dict[str, Any]] = {
     "all awake": {},
     "half awake": {"participation": 0.5},

@@ -115,13 +115,13 @@ class FreeTimer(Timer):
         if self._offers is None:
             self._offers = arcs.clone()
         self._offers[torch.from_numpy(sending)] = arcs[torch.from_numpy(sending)]
-        first = sending & (state["offered"] == state["sent"])  # later ones are announced to who knows already
+        first = sending & (state["offered"] == state["sent"])  # later ones are news to nobody
         state["offered_at"] = np.where(first, begin, state["offered_at"])
         state["offered"] = np.where(sending, index, state["offered"])
         self._ask(index)
 
     def _ask(self, index: int) -> None:
-        """Let those ask that have used all they have fetched, as soon as they know of something new."""
+        """Agents that have used what they fetched ask for the next message as soon as they hear of one."""
         state, latency = self._state, self._latencies(index)
         asks = np.isinf(state["request"]) & (state["sent"] == state["taken"]) & (state["offered"] > state["sent"])
         asked = np.maximum(state["offered_at"] + latency, state["taken_at"]) + latency

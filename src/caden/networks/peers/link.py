@@ -3,8 +3,8 @@
 Every peer repeatedly pushes small notices: its newest version, its progress, and what it knows of every agent's state.
 A lost notice does not matter. Rows are pulled: a peer that needs one asks its owner, who keeps the last few (`offers`).
 So no sender waits for a receiver, a slow receiver skips versions, and a silent one costs no memory. A free-running peer
-fetches a row when it has read the last one. A reply is checked
-(sender, version, size, dtype, checksum, finite numbers) before it is used. Invalid messages are dropped and counted.
+fetches a row when it has read the last one. A reply is checked (sender, version, size, dtype, checksum, finite numbers)
+before it is used. Invalid messages are dropped and counted.
 """
 
 from __future__ import annotations
