@@ -58,6 +58,10 @@ def test_what_a_method_does_not_allow_is_listed(tmp_path):
     assert found.skipped["gt, free"] == "needs a single exchange over arcs"
     assert found.skipped["caden, free, bits 4"] == "the mode has delays of its own"
     assert not any(v.reached for v in found.variants) and found.best_from == []
+    flaky = plan(convex("rounds=2", "links=0.5"), store, ["caden"], ["wait"], [3])
+    assert flaky.skipped == {"caden, wait, bits 4": "short messages need links that stay"}
+    lossy = plan(convex("rounds=2", "messages.loss=0.1"), store, ["gt"], ["wait"], [3])
+    assert lossy.skipped == {"gt, wait, bits 4": "short broadcasts must all arrive"}
     with pytest.raises(CadenError, match="no `\\[clock\\]`"):
         plan(experiment(None, ["target=0.5"]), store)
     with pytest.raises(CadenError, match="needs a `target`"):

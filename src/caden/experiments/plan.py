@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from caden.engine.figures import Figure, draw
 from caden.engine.history import Row
-from caden.engine.run_directory import Record
+from caden.engine.run_directory import Record, RunDirectory
 from caden.errors import CadenError, require_choice
 from caden.experiments.config import Experiment
 from caden.experiments.store import RunStore
@@ -91,13 +91,15 @@ def plan(
             skipped[variant._replace(local_steps="").label] = why
         else:
             plans[variant] = settings
-    limited = any(value is not None for value in (clock.bandwidth, clock.up, clock.down))
+    rates = [value for value in (clock.bandwidth, clock.up, clock.down) if value is not None]
+    limited = bool(rates) and not any(isinstance(rate, Mapping) and "file" in rate for rate in rates)
+    goal = "tolerance" if config.target is None else "target"
     done = store.run("plan:", {v.label: c for v, c in plans.items()})
-    reached = [v for v in plans if _reached(done[v.label])]
+    reached = [v for v in plans if done[v.label].summary["stopped"] == goal]
     slow = {v.label: _at_bandwidth(plans[v], SLOWER) for v in reached} if limited else {}
     slower = store.run(f"plan, {SLOWER:g} of the bandwidth:", slow)
     variants = sorted(
-        (_measured(v, done[v.label], slower.get(v.label)) for v in plans),
+        (_measured(v, done[v.label], slower.get(v.label), goal) for v in plans),
         key=lambda v: math.inf if v.time is None else v.time,
     )
     picture = store.folder / "plan.png"
@@ -146,11 +148,11 @@ def _excluded(variant: Variant, config: Experiment) -> str:
         return "does not survive sleeping agents"
     if messages.shared_copies and "compression" not in survives:
         return "does not survive compressed messages"
+    if messages.shared_copies and config.links != 1.0:
+        return "short messages need links that stay"
+    if messages.shared_copies and messages.unreliable and "loss" not in survives:
+        return "short broadcasts must all arrive"
     return ""
-
-
-def _reached(record: Record) -> bool:
-    return record.summary["stopped"] in ("target", "tolerance")
 
 
 def _at_bandwidth(config: Experiment, factor: float) -> Experiment:
@@ -160,19 +162,19 @@ def _at_bandwidth(config: Experiment, factor: float) -> Experiment:
     return config.model_copy(update={"clock": {k: v for k, v in scaled.items() if v is not None}})
 
 
-def _measured(variant: Variant, record: Record, slower: Record | None) -> Variant:
-    if not _reached(record):
+def _measured(variant: Variant, record: Record, slower: Record | None, goal: str) -> Variant:
+    graph = RunDirectory(record.path).graph()
+    if record.summary["stopped"] != goal or graph is None:
         return variant
     end: Row = record.rows[-1]
-    agents = int(record.config["problem"].get("agents", 1))
     sending = None
-    if slower is not None and _reached(slower):
+    if slower is not None and slower.summary["stopped"] == goal:
         extra = float(slower.rows[-1]["time"] or 0) - float(end["time"] or 0)
         sending = max(extra, 0.0) / (1 / SLOWER - 1)
     return variant._replace(
         reached=True,
         time=float(end["time"] or 0),
-        bytes_per_agent=float(end["bytes"] or 0) / agents,
+        bytes_per_agent=float(end["bytes"] or 0) / graph.agents,
         gradients=int(end["gradients"] or 0),
         rounds=int(end["round"] or 0),
         sending=sending,
