@@ -63,6 +63,8 @@ def measure(
     from caden.experiments import calibrate
     from caden.experiments.config import experiment
 
+    if link is not None:
+        calibrate.parse_address(link)  # refused before anything is measured
     with outside_code(no_code):
         machine = calibrate.measure_machine(experiment(file, settings or []), agent, steps)
     line = None if link is None else calibrate.measure_link(link)

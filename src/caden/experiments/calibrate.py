@@ -182,7 +182,8 @@ def _row(run: Run, exact: bool, last: bool) -> Row:
     return {"round": run.index, "gradients": run.problem.gradients, **on_test_data(run, exact or last)}
 
 
-def _address(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of "HOST:PORT"."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise CadenError(f"`--link` must be HOST:PORT, got {text!r}.")
@@ -192,7 +193,7 @@ def _address(text: str) -> tuple[str, int]:
 def measure_link(address: str, patience: float = 10.0) -> Line:
     """Measure the link to a machine on which `caden clock answer` runs."""
     try:
-        with socket.create_connection(_address(address), patience) as line:
+        with socket.create_connection(parse_address(address), patience) as line:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             pings = [_ask(line, 1) for _ in range(PINGS)]
             size, seconds = 1 << 16, 0.0
