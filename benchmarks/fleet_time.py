@@ -213,7 +213,8 @@ def calibrate(names: list[str], groups: list[Path], file: Path) -> dict[str, obj
         answering.wait()
     print("measured on a fast host and over a link, and on the slow host:", found, flush=True)
     clock: dict[str, object] = {
-        name: [found[SLOW if i == SLOW else 1][name] for i in range(AGENTS)] for name in ("compute", "overhead")
+        name: [found[SLOW if i == SLOW else 1][name] for i in range(AGENTS)]
+        for name in ("compute", "overhead", "serve")
     }
     # The rate is that of a host's connection, which its neighbours share.
     return clock | {"latency": found[1]["latency"], "up": found[1]["bandwidth"], "pull": True}

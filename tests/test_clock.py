@@ -84,6 +84,21 @@ def test_an_agents_own_connection_is_shared_by_its_messages(setting):
         assert last(result, "time")[0] - result.rows[0]["time"] == 1 + 4 * 5  # the hub's connection is never idle
 
 
+@pytest.mark.parametrize(("serve", "step"), [(0.125, 2.25), (0.25, 2.25), (1.0, 3.0)])
+def test_serving_passes_while_messages_travel(setting, serve, step):
+    problem, graph = setting
+    clock = {"compute": 0.5, "latency": 0.25, "serve": serve}
+    result = caden.simulate(gd(), problem, graph, 10, local_steps=4, clock=clock)
+    assert last(result, "time")[0] - result.rows[0]["time"] == 10 * step
+    alone = caden.simulate(caden.methods.local(0.01), problem, graph, 10, local_steps=4, clock=clock)
+    assert last(alone, "time")[0] - alone.rows[0]["time"] == 10 * (2 + serve)  # nothing to wait for
+    free = [
+        caden.simulate(gd(), problem, graph, 10, local_steps=4, clock={"compute": 0.5, "mode": "free", name: serve})
+        for name in ("serve", "overhead")
+    ]
+    assert last(free[0], "time") == last(free[1], "time")
+
+
 def test_agents_wait_for_their_neighbours_only():
     """On a path with one slow end, as a loop over agents computes it."""
     problem, graph, rounds = caden.problems.quadratic(agents=5, dim=2), caden.graphs.path(5), 6
@@ -434,3 +449,18 @@ def test_results_from_old_anchors_would_diverge():
         ours, other = (distance(old, mu=0.3, relax=relax, slow=2, share=0.3, rounds=300) for old in (False, True))
         assert ours < 1e-8
         assert (other < 1e-8) is works and (other == np.inf) is not works
+
+
+@pytest.mark.parametrize("name", caden.methods.METHODS)
+def test_methods_run_free_if_their_card_says_so(name):
+    problem, graph, card = caden.problems.quadratic(agents=4, dim=2), caden.graphs.ring(4), caden.methods.CARDS[name]
+    method = caden.methods.METHODS[name](**card.unit_parameters)
+    clock = {"compute": [0.1, 0.2, 0.13, 0.3], "latency": 0.07, "mode": "free"}
+    if not card.free:
+        with pytest.raises(CadenError, match=r"free|everyone awake"):
+            caden.simulate(method, problem, graph, 2, clock=clock)
+        return
+    rounds = 600 if name == "relay_sgd" else 200
+    result = caden.simulate(method, problem, graph, rounds, clock=clock, record_every=50)
+    if name not in ("local", "clipped_gossip"):  # biased by design
+        assert (result.x - problem.solution).norm() < 1e-8

@@ -6,12 +6,14 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import caden
 from caden._tensor import compiled, parallel
 from caden.core import Objective
 from caden.engine.run import CountingProblem
+from caden.problems._perceptron import Perceptron
 from caden.problems._traced import Traced
 from caden.solvers import lbfgs
 
@@ -221,7 +223,8 @@ def test_a_traced_network_has_the_bits_of_the_first_calls():
     """Some agents only are computed among all of them; shapes that come seldom are not traced."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(60, 5, generator=generator), torch.randint(3, (60,), generator=generator)
-    problem = caden.problems.classification(caden.problems.mlp(5, 3, 4), data, agents=6, execution="vmap")
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    problem = caden.problems.classification(model, data, agents=6, execution="vmap")
     x = problem.start + torch.randn(6, problem.dim, generator=generator)
     first = problem.value_and_grad(x)
     for _ in range(12):
@@ -237,6 +240,62 @@ def test_a_traced_network_has_the_bits_of_the_first_calls():
         torch.func.functional_call(problem.model.module, problem.model.views(one[0]), one[1]), one[2]
     ).backward()
     torch.testing.assert_close(last[1][1], one[0].grad)
+
+
+NETWORKS = {
+    "one layer": (nn.Linear(5, 3),),
+    "biases": (nn.Flatten(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)),
+    "three layers": (nn.Linear(5, 4, bias=False), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3, bias=False)),
+}
+OTHERS = {
+    "another activation": (nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)),
+    "activation at the end": (nn.Linear(5, 3), nn.ReLU()),
+    "frozen layer": (nn.Linear(5, 4).requires_grad_(False), nn.Linear(4, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("name", [*NETWORKS, *OTHERS])
+def test_a_gradient_that_is_written_out_is_that_of_autograd(name, dtype):
+    """Shards of two sizes, all agents and some of them."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(62, 5, generator=generator), torch.randint(3, (62,), generator=generator)
+    model = nn.Sequential(*(NETWORKS | OTHERS)[name])
+    problem = caden.problems.classification(model, data, agents=6, execution="vmap", dtype=dtype)
+    assert isinstance(problem._some, Perceptron) == (name in NETWORKS)
+    x = problem.start + torch.randn(6, problem.dim, generator=generator, dtype=dtype)
+    value, gradient = problem.value_and_grad(x)
+    problem.execution = "loop"
+    expected = problem.value_and_grad(x)
+    problem.execution = "vmap"
+    torch.testing.assert_close((value, gradient), expected)
+    rows = torch.tensor([0, 1, 4])
+    torch.testing.assert_close(problem.value_and_grad(x[rows], rows), (value[rows], gradient[rows]))
+
+
+def test_hooks_are_called():
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    data = torch.randn(12, 5), torch.arange(12) % 3
+    assert not isinstance(caden.problems.classification(model, data, agents=2)._some, Perceptron)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_steps_at_once_are_steps_one_by_one(by_torch, dtype):
+    problem = CountingProblem(caden.problems.logistic(6, 9, samples=11, alpha=0.2, l2=0.05, seed=2, dtype=dtype))
+    x, correction = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0), dtype=F64).to(dtype)
+    work = torch.tensor([3, 0, 1, 5, 2, 5])
+    expected = x.clone()
+    for i, steps in enumerate(work.tolist()):
+        for _ in range(steps):
+            gradient = problem.value_and_grad(expected[i : i + 1], torch.tensor([i]))[1][0]
+            expected[i] -= 0.1 * (gradient + correction[i])
+    problem.forget()
+    assert problem.by_agent.sum() == 0
+    torch.testing.assert_close(problem.descend(x, 0.1, correction, work), expected)
+    assert problem.gradients == 16 and problem.by_agent.tolist() == work.tolist()
+    by_torch(True)
+    assert problem.descend(x, 0.1, correction, work) is None
 
 
 def test_what_cannot_be_traced_is_called():

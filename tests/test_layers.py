@@ -11,7 +11,7 @@ ROOT = Path(caden.__file__).parent
 # From the ground up. A room may import what stands above it in this list, and itself.
 ROOMS = ["_version", "errors", "launcher", "registry", "_tensor", "graphs", "draws", "schedules", "core", "curvature"]
 ROOMS += ["data", "solvers", "problems", "theory", "methods"]
-ROOMS += ["networks", "engine", "report", "experiments", "own_loop", "reproduce", "cli", "__main__"]
+ROOMS += ["networks", "engine", "report", "experiments", "own_loop", "reproduce", "arena", "cli", "__main__"]
 
 
 def module_of(path):

@@ -493,7 +493,7 @@ def test_small_dimension_methods_refuse_large_ones_with_the_memory_they_need():
     graph = caden.graphs.ring(20)
     size = {"c2eden": 2, "tutunov": 20}
     for name, matrices in size.items():
-        with pytest.raises(caden.CadenError, match=f"{matrices * problem.dim**2 * 4 / 1e9:,.1f} GB"):
+        with pytest.raises(caden.CadenError, match=f"{matrices * problem.dim**2 * 4 / 1e6:,.0f} MB"):
             caden.simulate(methods.METHODS[name](), problem, graph, 1)
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import caden
 from caden import CadenError
-from caden.problems import classification, functions, logistic, mlp, quadratic, quadratics
+from caden.problems import classification, factorisation, functions, logistic, mlp, pca, quadratic, quadratics, robust
 
 F64 = torch.float64
 
@@ -41,6 +41,10 @@ PROBLEMS = {
     "quadratic": lambda: quadratic(4, 6, seed=1),
     "logistic": lambda: logistic(4, 6, samples=9, alpha=0.3, l2=0.1, seed=1, execution="bmm"),
     "logistic loop": lambda: logistic(4, 6, samples=9, alpha=0.3, l2=0.1, seed=1, execution="loop"),
+    "logistic l1": lambda: logistic(4, 6, samples=9, l1=0.3, seed=1),
+    "factorisation": lambda: factorisation(4, 3, 4, rank=2, seed=1),
+    "pca": lambda: pca(4, 3, 2, seed=1),
+    "robust": lambda: robust(4, 6, samples=9, seed=1),
     "functions": lambda: functions([lambda x, i=i: ((x - i) ** 4).sum() + x[0] * x[1] for i in range(4)], dim=6),
     "module loop": make_module,
     "module vmap": lambda: make_module(execution="vmap"),

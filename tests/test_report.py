@@ -188,7 +188,7 @@ def history(values, step=1, offset=0.0):
     return pd.DataFrame({"round": rounds, "communications": 74 * rounds, "accuracy": np.asarray(values) + offset})
 
 
-def test_bands_are_mean_smallest_and_largest_at_common_points():
+def test_bands_are_medians_and_their_intervals_at_common_points():
     seeds = [history([0, 0.2, 0.4]), history([0.1, 0.5], step=2)]
     line = Figure("f", "t", "accuracy", {"a": seeds}).series("a", "round")
     assert line.x.tolist() == [0, 1, 2]
@@ -298,8 +298,8 @@ def test_awkward_names_in_a_browser(tmp_path):
     try:
         browser.open(page)
         names = browser.run("return [...document.querySelectorAll('#one .legendtext')].map(t => t.textContent)")
-        assert len(names) == 2 and names[1] == "b"
-        assert browser.run("return FIGURES.one.lines[0].label") == "</script><b>"
+        assert len(names) == 2 and names[1] == "b (n = 2)"
+        assert browser.run("return FIGURES.one.lines[0].label").startswith("</script><b>")
         assert browser.run("return document.querySelector('#numbers td').textContent") == "<td>"
         assert browser.errors() == []
     finally:

@@ -82,10 +82,20 @@ def test_newton_solves_quadratics_in_a_step_and_logistic_regression_in_a_few(sub
 @pytest.mark.parametrize("solver", [gd(step_size=0.1), adam(), newton(eps=1.0)], ids=lambda s: s.name)
 def test_budgets_and_counting(subproblem, solver):
     problem, x, slope, rho = subproblem
-    counted = CountingProblem(problem)
+
+    class Tallied(type(problem)):
+        products = 0
+
+        def hvp(self, x, v, rows=None):
+            self.products += len(x)
+            return super().hvp(x, v, rows)
+
+    tallied = Tallied(problem.hessian, problem.linear)
+    counted = CountingProblem(tallied)
     work = [i % 4 for i in range(20)]
     solved = solve(counted, solver, x, work, rho, slope)
-    assert counted.gradients == 20 + sum(work)
+    assert counted.gradients == 20 + sum(work) + 2 * tallied.products
+    assert (tallied.products > 0) == (solver.name == "newton")
     for i in range(20):
         alone = solve(problem.take([i]), solver, x[i : i + 1], [work[i]], rho[i : i + 1], slope[i : i + 1])
         torch.testing.assert_close(solved.x[i : i + 1], alone.x)

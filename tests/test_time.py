@@ -102,7 +102,7 @@ def test_a_machine_is_measured_by_its_gradients_and_the_rest_of_a_step(tmp_path)
     config = experiment(None, [name, "problem.agents=4", "graph.name=ring", "local_steps=3", "method.mu_z=0.5"])
     machine = calibrate.measure_machine(config, agent=2, steps=4)
     assert 0.02 <= machine.compute < 0.06
-    assert 0 < machine.overhead < 1.0
+    assert 0 < machine.overhead < 1.0 and 0 <= machine.serve < 1.0
     with pytest.raises(CadenError, match="got 4"):
         calibrate.measure_machine(config, agent=4)
 
@@ -129,8 +129,8 @@ def test_a_link_is_measured_one_way():
     server.close()
     assert 0.01 <= found.latency < 0.02
     assert 1e6 < found.bandwidth <= 4.2e6
-    text = calibrate.as_toml(calibrate.Machine(0.12345, 0.01), found)
-    assert "compute = 0.123\n" in text and "pull = true" in text
+    text = calibrate.as_toml(calibrate.Machine(0.12345, 0.01, 0.002), found)
+    assert "compute = 0.123\n" in text and "serve = 0.002" in text and "pull = true" in text
 
 
 def test_answering_ends_by_itself(tmp_path):

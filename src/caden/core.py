@@ -45,6 +45,16 @@ class Edges:
             out.index_add_(0, index, part, alpha=sign)
         return out[: self.agents] if self.elsewhere else out
 
+    @cached_property
+    def count(self) -> int:
+        """The number of edges."""
+        return len(self.first)
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """(e,) both ends as arrays, for compiled loops."""
+        return self.first.numpy(), self.second.numpy()
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum the values of each agent's edges: (e, d) -> (k, d)."""
         return self._add(values, (self.first, values, 1), (self.second, values, 1))
@@ -145,6 +155,11 @@ class Round(NamedTuple):
     restrict: Callable[[np.ndarray], dict[str, Any]]  # of these fields those that differ on some edges only; see `over`
     elapsed: float = 0.0  # the part of the run that is over, for schedules; in [0, 1)
 
+    @property
+    def everyone(self) -> bool:
+        """Whether all agents of the network are awake."""
+        return self.awake == self.graph.agents
+
     def over(self, chosen: np.ndarray) -> Round:
         """Return this round on the `chosen` (|E|,) bool edges of the graph; all agents must choose the same."""
         return self._replace(**self.restrict(chosen))
@@ -197,7 +212,7 @@ class Method(NamedTuple):
         new, info = self.step(state, round)
         if self.adapt is not None:
             new = self.adapt(state, new, round, info)
-        return new, info._replace(heard=None)  # frees the rows it holds
+        return new, info if info.heard is None else info._replace(heard=None)  # frees the rows it holds
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters that the factory was called with, as far as `init` and `step` use them."""
@@ -241,6 +256,13 @@ class Problem:
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return values (k',) and gradients (k', d) at x (k', d) of the agents `rows` (all agents if None)."""
         raise NotImplementedError
+
+    def descend(self, x: Tensor, step: float, correction: Tensor, work: Tensor) -> Tensor | None:
+        """Return where `work[i]` steps v <- v - step (grad f_i(v) + correction_i) lead from x (k, d).
+
+        None: this problem has nothing faster than a gradient after the other, which the caller then asks for.
+        """
+        return None
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return the Hessian of f_i at x_i times v_i, row by row; only second-order methods and solvers use it."""

@@ -356,6 +356,14 @@ def exponential(agents: int) -> Graph:
     return from_networkx(nx.circulant_graph(agents, hops), "exponential")
 
 
+def barbell(agents: int) -> Graph:
+    """Two complete graphs of half the agents each, joined by one edge: a bottleneck."""
+    require_integer("agents", agents, least=4)
+    graph = nx.disjoint_union(nx.complete_graph(agents // 2), nx.complete_graph(agents - agents // 2))
+    graph.add_edge(agents // 2 - 1, agents // 2)
+    return from_networkx(graph, "barbell")
+
+
 def small_world(agents: int, k: int = 4, p: float = 0.1, seed: int = 0) -> Graph:
     """A connected Watts-Strogatz graph: a ring of `k` nearest neighbours, edges rewired with probability `p`."""
     require_integer("agents", agents, least=3), require_integer("k", k, least=2), require_integer("seed", seed)
@@ -380,5 +388,8 @@ def regular(agents: int, degree: int = 4, seed: int = 0) -> Graph:
 
 GRAPHS: dict[str, Callable[..., Any]] = {
     f.__name__: f
-    for f in (erdos_renyi, ring, path, star, complete, grid, torus, exponential, regular, small_world, from_edges)
+    for f in (
+        *(erdos_renyi, ring, path, star, complete, grid, torus, exponential, barbell, regular, small_world),
+        from_edges,
+    )
 }

@@ -97,7 +97,7 @@ class Participation:
         if isinstance(spec, bool):
             raise CadenError(f"`{self.name}` must be a number, a sequence or a schedule, got {spec}.")
         self.may_sleep = callable(spec) or bool((self.probability(0) < 1).any())
-        self._everyone = None if self.may_sleep else torch.ones(draw.agents, dtype=torch.bool)
+        self.everyone = None if self.may_sleep else torch.ones(draw.agents, dtype=torch.bool)
 
     def _value(self, round: int) -> Any:
         return self._schedule(round, self._draw)
@@ -110,8 +110,8 @@ class Participation:
 
     def __call__(self, round: int) -> Tensor:
         """Return the (m,) boolean mask of a round."""
-        if self._everyone is not None:
-            return self._everyone
+        if self.everyone is not None:
+            return self.everyone
         value = self.probability(round)
         awake = value if value.dtype == bool else self._draw.uniform(self.name, round) < value
         return torch.from_numpy(np.ascontiguousarray(awake))

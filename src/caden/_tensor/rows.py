@@ -62,11 +62,15 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def solve_rows(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Solve A_i p_i = v_i row by row: (k, d, d), (k, d) -> (k, d)."""
+    """Solve A_i p_i = v_i row by row, (k, d, d), (k, d) -> (k, d); NaN where A_i is singular: the run diverges."""
     if rows_separately():
-        return torch.stack([torch.linalg.solve(aligned(a), aligned(v)) for a, v in zip(matrices, vectors)])
-    solutions: Tensor = torch.linalg.solve(matrices, vectors)
-    return solutions
+        return torch.cat([_solve(aligned(a)[None], aligned(v)[None]) for a, v in zip(matrices, vectors)])
+    return _solve(matrices, vectors)
+
+
+def _solve(matrices: Tensor, vectors: Tensor) -> Tensor:
+    solutions, singular = torch.linalg.solve_ex(matrices, vectors)
+    return torch.where((singular != 0)[:, None], torch.nan, solutions)
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:

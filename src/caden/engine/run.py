@@ -97,15 +97,31 @@ class CountingProblem(Problem):
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         began = time.perf_counter()
         answer = self._now.value_and_grad(x, rows)
-        with self._tally.lock:
-            self._tally.gradients += len(x)
-            if self._tally.by_agent is not None:
-                self._tally.by_agent[slice(None) if rows is None else rows.cpu().numpy()] += 1
-            self._tally.seconds += time.perf_counter() - began
+        self._count(x.shape[0], 1, rows, time.perf_counter() - began)
         return answer
 
+    def descend(self, x: Tensor, step: float, correction: Tensor, work: Tensor) -> Tensor | None:
+        began = time.perf_counter()
+        end = self._now.descend(x, step, correction, work)
+        if end is not None:
+            steps = work.numpy(force=True)
+            self._count(int(steps.sum()), steps, None, time.perf_counter() - began)
+        return end
+
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        return self._now.hvp(x, v, rows)
+        began = time.perf_counter()
+        product = self._now.hvp(x, v, rows)
+        self._count(2 * len(x), 2, rows, time.perf_counter() - began)  # a gradient, and the derivative of one
+        return product
+
+    def _count(self, gradients: int, each: int | np.ndarray, rows: Tensor | None, seconds: float) -> None:
+        """Count gradients, of which `each` are those of every agent of `rows`."""
+        tally = self._tally
+        with tally.lock:
+            tally.gradients += gradients
+            if tally.by_agent is not None:
+                tally.by_agent[slice(None) if rows is None else rows.cpu().numpy()] += each
+            tally.seconds += seconds
 
     def known_curvature(self, x: Tensor) -> Tensor | None:
         return self.whole.known_curvature(x)
@@ -185,12 +201,12 @@ class Run:
 
     def _advance(self, turn: Turn) -> None:
         index, active = turn
-        awake = int(active.sum())
+        awake = len(active) if active is self._awake.everyone else int(active.sum())
         self.active += awake
         if awake == 0:
             return
         elapsed = min(index / self.rounds, 1.0) if self.rounds else 0.0
-        facts = self.problem.at(index), self.curvature, self._work.accuracy, elapsed
+        facts = self.problem.at(index), self.curvature, self._work.accuracy, elapsed, awake
         context = self.network.round(index, active, self._work(index), *facts)
         self.state, self.info = self.method.advance(self.state, context)
         self.counts["rejected"] += self.info.rejected
@@ -202,11 +218,20 @@ class Run:
         fine: Tensor = torch.linalg.vector_norm(self.state.x, dim=1) <= self._bound
         return fine if self.info.value is None else fine & self.info.value.isfinite()
 
+    def _all_sound(self) -> bool:
+        """Return whether all hosted agents are sound: two numbers about all of them say so in nearly every round."""
+        value = self.info.value
+        bounded = float(torch.linalg.vector_norm(self.state.x)) <= self._bound
+        if bounded and (value is None or math.isfinite(float(value.sum()))):
+            return True
+        return bool(self.sound().all())
+
     def diverged(self) -> list[int]:
         """Return the agents whose model or loss is not finite, or whose model has grown beyond any reasonable bound."""
-        fine, transport = self.sound(), self.network.transport
-        if not transport.reduce([float(not fine.all())], "max")[0]:
+        transport = self.network.transport
+        if not transport.reduce([float(not self._all_sound())], "max")[0]:
             return []
+        fine = self.sound()
         if transport.world == 1:
             return [int(agent) for agent in self.network.layout.hosted[~fine.cpu()]]
         lost: list[int] = (transport.gather(fine.int()) == 0).nonzero().flatten().tolist()

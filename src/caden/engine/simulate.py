@@ -19,7 +19,7 @@ from caden.engine.run import Run
 from caden.engine.warmup import Warmup, list_agents
 from caden.errors import CadenError, Diverged, Interrupted, require_integer
 from caden.graphs import Graph, as_graph
-from caden.methods import CARDS, CONDITIONS, advice_for
+from caden.methods import CONDITIONS, advice_for, not_survived
 from caden.networks.clock import Clock
 from caden.networks.mail import FreeTimer, Mail
 from caden.networks.messages import Messages
@@ -151,17 +151,10 @@ def prepare(
     network = Network(graph, problem, draw, may_sleep, messages, links, transport, timer)
     run = Run(method, problem, network, awake, work)
     asleep = awake.may_sleep or isinstance(timer, DeadlineTimer)
-    run.outside = _outside(method.name, asleep, messages, links is not None, transport.late)
+    present = {"sleep": asleep, "links": links is not None, **messages.conditions}
+    present["delay"] |= transport.late
+    run.outside = not_survived(method.name, present)
     return run, run.start(x0)
-
-
-def _outside(method: str, sleep: bool, messages: Messages, links: bool, late: bool) -> tuple[str, ...]:
-    """Return the conditions of a run that its method is known not to survive."""
-    if method not in CARDS:
-        return ()
-    present = {"sleep": sleep, "links": links, "loss": messages.loss > 0, "delay": late or messages.delay > 0}
-    present["compression"] = messages.shared_copies
-    return tuple(name for name, here in present.items() if here and name not in CARDS[method].survives)
 
 
 def warn_outside(run: Run) -> None:

@@ -46,10 +46,11 @@ LONG = 0.5  # seconds of sending that are enough for a bandwidth
 
 
 class Machine(NamedTuple):
-    """Seconds per gradient, and per step besides its gradients."""
+    """Seconds per gradient, and per step besides; `serve` is work that may pass while the agent waits."""
 
     compute: float
     overhead: float
+    serve: float
 
 
 class Line(NamedTuple):
@@ -137,8 +138,9 @@ def measure_machine(config: Experiment, agent: int = 0, steps: int = 20) -> Mach
         like, neighbours = torch.empty(problem.dim, dtype=problem.dtype), graph.neighbours(agent)
         linked = _measure_steps(config, agent, steps, built, _Neighbours(neighbours, like))
     links = max(linked.processor - alone.processor, 0.0) / 2
-    overhead = alone.seconds - alone.gradient_seconds + links * alone.seconds / alone.processor
-    return Machine(alone.gradient_seconds / alone.gradients, max(overhead, 0.0))
+    serve = links / 2 * alone.seconds / alone.processor  # its own row; the other half is for those that it fetches
+    overhead = alone.seconds - alone.gradient_seconds + serve
+    return Machine(alone.gradient_seconds / alone.gradients, max(overhead, 0.0), serve)
 
 
 class _Step(NamedTuple):

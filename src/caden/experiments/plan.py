@@ -20,13 +20,12 @@ from caden.engine.run_directory import Record, RunDirectory
 from caden.errors import CadenError, require_choice
 from caden.experiments.config import Experiment
 from caden.experiments.store import RunStore
-from caden.methods import CARDS, METHODS
+from caden.methods import CARDS, CONDITIONS, METHODS, not_survived
 from caden.networks.clock import MODES, Clock
 from caden.networks.messages import Messages
 
 QUANTILE = 0.7  # deadline of a round, unless the experiment has one
 SLOWER = 0.1  # of the bandwidth, in the second runs
-FREE = ("caden", "caden_gd", "clipped_gossip", "lt_admm", "radmm")  # one exchange over arcs
 STEPS = ("auto", 5)
 SHORT: tuple[dict[str, Any], ...] = ({}, {"bits": 4})
 
@@ -138,19 +137,18 @@ def _variants(
 
 def _excluded(variant: Variant, config: Experiment) -> str:
     """Return why a variant cannot run, or ""."""
-    survives, messages = CARDS[variant.method].survives, Messages.from_spec(config.messages)
+    card, messages = CARDS[variant.method], Messages.from_spec(config.messages)
     if variant.mode == "free":
-        if variant.method not in FREE:
+        if not card.free:
             return "needs a single exchange over arcs"
         if messages != Messages() or config.participation != 1.0 or config.links != 1.0:
             return "the mode has delays of its own"
-    if variant.mode == "deadline" and "sleep" not in survives:
-        return "does not survive sleeping agents"
-    if messages.shared_copies and "compression" not in survives:
-        return "does not survive compressed messages"
+    present = {"sleep": variant.mode == "deadline", "compression": messages.shared_copies}
+    if fatal := not_survived(variant.method, present):
+        return f"does not survive {CONDITIONS[fatal[0]]}"
     if messages.shared_copies and config.links != 1.0:
         return "short messages need links that stay"
-    if messages.shared_copies and messages.unreliable and "loss" not in survives:
+    if messages.shared_copies and messages.unreliable and "loss" not in card.survives:
         return "short broadcasts must all arrive"
     return ""
 

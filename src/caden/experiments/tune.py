@@ -34,17 +34,22 @@ class Tuned(NamedTuple):
     record: Record  # of the best trial
 
 
-def space_of(method: str, given: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """Return the search space of a method: `given`, else the one in its file, else three decades around a default."""
+def space_of(method: str, given: Mapping[str, Any] = {}, needed: bool = True) -> dict[str, Any]:
+    """Return the search space of a method: `given`, else the one in its file, else three decades around a default.
+
+    A function of your own may have a space as its attribute `space`. One without a positive default has none: an error
+    if it is `needed`.
+    """
     space = dict(given) or (dict(CARDS[method].space) if method in CARDS else {})
     if not space:
-        signature = inspect.signature(factory("method", METHODS, {"name": method}))
+        function = factory("method", METHODS, {"name": method})
+        space, signature = dict(getattr(function, "space", {})), inspect.signature(function)
+    if not space:
         numbers = [(k, p.default) for k, p in signature.parameters.items() if isinstance(p.default, float)]
         numbers = [(k, v) for k, v in numbers if v > 0]
-        if not numbers:
+        if needed and not numbers:
             raise CadenError(f"{method} has no search space: set one, such as `tune.{method}.alpha = [0.1, 0.3]`.")
-        name, default = numbers[0]
-        space = {name: {"low": default / 30, "high": default * 30}}
+        space = {name: {"low": default / 30, "high": default * 30} for name, default in numbers[:1]}
     for name, entry in space.items():
         if isinstance(entry, dict):
             where = f"tune.{method}.{name}"
@@ -68,7 +73,7 @@ def points(space: Mapping[str, Any], trials: int, curvature: float, seed: int = 
     [{'alpha': 0.0789, 'form': 'atc'}, {'alpha': 0.789, 'form': 'semi_a'}]
     """
     chosen: list[dict[str, Any]] = []
-    for row in qmc.Halton(len(space), seed=seed).random(8 * trials):
+    for row in qmc.Halton(len(space), seed=seed).random(8 * trials) if space else ():
         point: dict[str, Any] = {}
         for u, (name, entry) in zip(row.tolist(), space.items()):
             if isinstance(entry, dict):

@@ -52,6 +52,7 @@ from caden.methods._registry import CONDITIONS as CONDITIONS
 from caden.methods._registry import METHODS as METHODS
 from caden.methods._registry import Card as Card
 from caden.methods._registry import advice_for as advice_for
+from caden.methods._registry import not_survived as not_survived
 from caden.methods._registry import register as register
 from caden.methods._relay_sgd import relay_sgd as relay_sgd
 from caden.methods._scaffold import scaffold as scaffold

@@ -56,7 +56,7 @@ def cubic_step(g: Tensor, H: Tensor, cubic: float) -> Tensor:
     return step
 
 
-@register({"alpha": 0.5}, space={"alpha": STEP, "cubic": [0.0, 0.1, 1.0]})
+@register({"alpha": 0.5}, space={"alpha": STEP, "cubic": [0.0, 0.1, 1.0]}, server=True)
 def c2eden(alpha: float = 0.3, cubic: float = 0.0) -> Method:
     """C2EDEN: Newton steps with a Hessian sent column by column; for small d, needs everyone awake.
 

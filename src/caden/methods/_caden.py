@@ -73,7 +73,7 @@ class State(NamedTuple):
     news: Tensor | None = None  # (k, 5) what agents tell each other about mu_z, in arc form
 
 
-@register({"mu_z": 0.4, "solver": "exact"}, EVERYTHING, {"mu_z": PENALTY, "relax": RELAX}, theory=True)
+@register({"mu_z": 0.4, "solver": "exact"}, EVERYTHING, {"mu_z": PENALTY, "relax": RELAX}, theory=True, free=True)
 def caden(
     mu_z: float | str = "auto",
     mu_y: float | None = None,
@@ -157,7 +157,7 @@ def caden(
     return Method(init, step, "caden", examine_run, adapt, _advice(mu_y, relax))
 
 
-@register({"mu_z": 0.4}, EVERYTHING, {"mu_z": PENALTY, "relax": RELAX}, theory=True)
+@register({"mu_z": 0.4}, EVERYTHING, {"mu_z": PENALTY, "relax": RELAX}, theory=True, free=True)
 def caden_gd(mu_z: float | str = "auto", step_size: float | None = None, **options: Any) -> Method:
     """CADEN with gradient descent as the local solver.
 

@@ -30,7 +30,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-@register({"alpha": 0.1, "faulty": 0}, space={"alpha": STEP})
+@register({"alpha": 0.1, "faulty": 0}, space={"alpha": STEP}, free=True)
 def clipped_gossip(alpha: float = 0.3, faulty: int = 0) -> Method:
     """Gossip with self-centred clipping, for networks in which some neighbours may lie; biased.
 

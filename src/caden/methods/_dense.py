@@ -5,7 +5,7 @@ from torch import Tensor
 from caden.core import Round
 from caden.errors import CadenError
 
-LIMIT = 1e9  # bytes
+LIMIT = 1e8  # bytes; a round with more takes minutes
 
 
 def must_fit(name: str, matrices: int, x: Tensor) -> None:
@@ -14,8 +14,8 @@ def must_fit(name: str, matrices: int, x: Tensor) -> None:
     size = matrices * d * d * x.element_size()
     if size > LIMIT:
         raise CadenError(
-            f"`{name}` holds {matrices} matrices of {d} x {d} numbers, which must fit in {LIMIT / 1e9:.0f} GB, "
-            f"got {size / 1e9:,.1f} GB; use it for small dimensions."
+            f"`{name}` holds {matrices} matrices of {d} x {d} numbers, which must fit in {LIMIT / 1e6:.0f} MB, "
+            f"got {size / 1e6:,.0f} MB; use it for small dimensions."
         )
 
 

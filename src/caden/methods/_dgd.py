@@ -15,7 +15,7 @@ from torch import Tensor
 
 from caden.core import Info, Method, Round
 from caden.errors import require_positive
-from caden.methods._first_order import refresh
+from caden.methods._first_order import only_awake, refresh
 from caden.methods._registry import STEP, register
 
 
@@ -46,7 +46,7 @@ def dgd(alpha: float = 0.3) -> Method:
         return State(x, *round.problem.value_and_grad(x))
 
     def step(state: State, round: Round) -> tuple[State, Info]:
-        x = round.broadcast(state.x).mix() - alpha * state.gradient * round.active
+        x = round.broadcast(state.x).mix() - only_awake(round, alpha * state.gradient)
         value, gradient = refresh(round, x, state.value, state.gradient)
         return State(x, value, gradient), Info(value, gradient)
 

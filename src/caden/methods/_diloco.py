@@ -60,6 +60,7 @@ def _inner(lr: float, mu: float, outer_lr: float, solver: Solver) -> LocalSolver
     {"mu": 0.5, "solver": _SGD},
     space={"lr": _LR, "outer_lr": [0.4, 0.7, 1.0], "mu": [0.0, 0.5, 0.9]},
     equal_steps=True,
+    server=True,
 )
 def diloco(
     lr: float = 0.003, outer_lr: float = 0.7, mu: float = 0.9, nesterov: bool = True, solver: Solver = None

@@ -36,7 +36,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-@register({"tolerance": 1e-12}, space={"theta": {"low": 1e-5, "high": 1e-2}, "phi": [1e-6, 1e-4, 1e-2]})
+@register({"tolerance": 1e-12}, space={"theta": {"low": 1e-5, "high": 1e-2}, "phi": [1e-6, 1e-4, 1e-2]}, server=True)
 def dino(
     theta: float = 1e-4, phi: float = 1e-6, rho: float = 1e-4, iterations: int = 50, tolerance: float = 1e-4
 ) -> Method:

@@ -50,7 +50,7 @@ def dpsgd(lr: float = 0.03, momentum: float = 0.9, solver: LocalSolver | str | d
     return _method("dpsgd", lr, momentum, solver, mixes=True)
 
 
-@register({"lr": 0.02, "momentum": 0.0}, EVERYTHING, _SPACE, equal_steps=True)
+@register({"lr": 0.02, "momentum": 0.0}, EVERYTHING, _SPACE, equal_steps=True, free=True)
 def local(lr: float = 0.03, momentum: float = 0.9, solver: LocalSolver | str | dict[str, Any] | None = None) -> Method:
     """Local training without any communication, to compare with; it finds the agents' own minimisers.
 

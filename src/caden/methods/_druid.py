@@ -32,6 +32,7 @@ def _one_step(solver: LocalSolver) -> LocalSolver:
     {"mu_z": 0.4, "direction": "newton", "eps": 0.2},
     EVERYTHING,
     {"mu_z": PENALTY, "direction": ["gd", "newton", "lbfgs"], "eps": [0.3, 1.0, 3.0]},
+    free=True,
 )
 def druid(mu_z: float = 0.1, direction: str = "lbfgs", eps: float = 1.0) -> Method:
     """DRUID: CADEN with a single curvature-aided step per round.
@@ -55,7 +56,7 @@ def druid(mu_z: float = 0.1, direction: str = "lbfgs", eps: float = 1.0) -> Meth
     return caden(mu_z=mu_z, solver=_one_step(solver))._replace(name="druid")
 
 
-@register({"c": 0.2, "rho": 1.0}, EVERYTHING, {"c": PENALTY, "rho": [0.5, 2.0, 10.0]})
+@register({"c": 0.2, "rho": 1.0}, EVERYTHING, {"c": PENALTY, "rho": [0.5, 2.0, 10.0]}, free=True)
 def dlm(c: float = 0.05, rho: float = 2.0) -> Method:
     """DLM: linearised ADMM with one gradient per round.
 

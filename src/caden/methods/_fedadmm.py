@@ -29,7 +29,7 @@ class State(NamedTuple):
     memory: Any
 
 
-@register({"rho": 0.3, "solver": "exact"}, "sleep", {"rho": PENALTY, "solver": ["gd", "agd", "lbfgs"]})
+@register({"rho": 0.3, "solver": "exact"}, "sleep", {"rho": PENALTY, "solver": ["gd", "agd", "lbfgs"]}, server=True)
 def fedadmm(rho: float = 0.3, solver: LocalSolver | str | dict[str, Any] = "gd") -> Method:
     """FedADMM, through a server.
 

@@ -25,7 +25,7 @@ class State(NamedTuple):
     theta: Tensor  # (d,)
 
 
-@register({"alpha": 0.2}, space={"alpha": STEP})
+@register({"alpha": 0.2}, space={"alpha": STEP}, server=True)
 def fedavg(alpha: float = 0.3) -> Method:
     """FedAvg, through a server; biased if agents differ and take several local steps.
 

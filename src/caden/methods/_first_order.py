@@ -14,7 +14,7 @@ from caden.errors import CadenError
 
 def refresh(round: Round, x: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Evaluate f_i and its gradient at x for awake agents; the others have not moved and keep the old ones."""
-    if bool(round.active.all()):
+    if round.everyone or bool(round.active.all()):
         return round.problem.value_and_grad(x)
     rows = round.active.squeeze(1).nonzero().flatten()
     new_value, new_gradient = round.problem.value_and_grad(x[rows], rows)
@@ -30,6 +30,8 @@ def local_descent(round: Round, x: Tensor, step: float, correction: Tensor) -> T
     agent_loop = AGENT_LOOPS["loop"] if rows_separately() else AGENT_LOOPS.get(round.problem.execution)
     if agent_loop is not None:
         return _one_by_one(agent_loop, round, x, step, correction)
+    if (end := round.problem.descend(x, step, correction, round.work)) is not None:
+        return end
     v, everyone_works = x, int(round.work.min())
     for done in range(int(round.work.max())):
         rows = None if done < everyone_works else rows_where(round.work > done)
@@ -71,4 +73,9 @@ def _one_by_one(agent_loop: Callable[..., None], round: Round, x: Tensor, step: 
 
 def awake(round: Round, new: Tensor, old: Tensor) -> Tensor:
     """Return `new` for awake agents and `old` for sleeping ones."""
-    return torch.where(round.active, new, old)
+    return new if round.everyone and new.shape == old.shape else torch.where(round.active, new, old)
+
+
+def only_awake(round: Round, change: Tensor) -> Tensor:
+    """Return the change of awake agents, and 0 for sleeping ones."""
+    return change if round.everyone else change * round.active

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from caden.core import Info, Method, Round
 from caden.errors import require_choice, require_positive
-from caden.methods._first_order import awake, refresh
+from caden.methods._first_order import awake, only_awake, refresh
 from caden.methods._registry import BROADCAST, STEP, register
 
 
@@ -55,7 +55,7 @@ def gt(alpha: float = 0.3, form: str = "atc") -> Method:
         return State(x, gradient, value, gradient)
 
     def step(state: State, round: Round) -> tuple[State, Info]:
-        descent = alpha * state.tracker * round.active
+        descent = only_awake(round, alpha * state.tracker)
         if form in ("atc", "semi_b"):
             x = round.broadcast(state.x - descent).mix()
         else:

@@ -38,7 +38,7 @@ _UNIT = {"gamma": 0.2, "beta": 0.1, "rho": 0.4}
 _SPACE = {"gamma": STEP, "beta": [0.02, 0.05, 0.1], "rho": [0.1, 0.3, 1.0]}
 
 
-@register(_UNIT, EVERYTHING, _SPACE)
+@register(_UNIT, EVERYTHING, _SPACE, free=True)
 def lt_admm(gamma: float = 0.1, beta: float = 0.05, rho: float = 0.3, alpha: float = 0.5) -> Method:
     """LT-ADMM: relaxed ADMM with local gradient steps.
 
@@ -59,7 +59,7 @@ def lt_admm(gamma: float = 0.1, beta: float = 0.05, rho: float = 0.3, alpha: flo
     return _method("lt_admm", gamma, beta, rho, alpha, lambda round, x: round)
 
 
-@register(_UNIT, EVERYTHING, _SPACE)
+@register(_UNIT, EVERYTHING, _SPACE, free=True)
 def lt_admm_vr(gamma: float = 0.1, beta: float = 0.05, rho: float = 0.3, alpha: float = 0.5) -> Method:
     """LT-ADMM with variance-reduced gradients of mini-batches.
 
@@ -119,9 +119,9 @@ def _method(
 
     def step(state: State, round: Round) -> tuple[State, Info]:
         owner = round.edges.owner()
-        pull = round.edges.arc_sum(rho * state.x[owner] - state.z)
+        pull = round.edges.arc_sum((rho * state.x).index_select(0, owner).sub_(state.z))
         x = local_descent(prepare(round, state.x), state.x, gamma, beta / gamma * pull)
-        received, arrived = round.exchange(state.z - 2 * rho * x[owner])
-        return State(x, torch.where(arrived, (1 - alpha) * state.z - alpha * received, state.z)), Info()
+        received, arrived = round.exchange(state.z - (2 * rho * x).index_select(0, owner))
+        return State(x, torch.where(arrived, ((1 - alpha) * state.z).sub_(alpha * received), state.z)), Info()
 
     return Method(init, step, name)

@@ -39,6 +39,7 @@ class State(NamedTuple):
     {"rho": 0.4, "alpha": 0.7, "solver": "exact"},
     EVERYTHING,
     {"rho": PENALTY, "alpha": RELAX},
+    free=True,
 )
 def radmm(rho: float = 0.1, alpha: float = 0.5, solver: LocalSolver | str | dict[str, Any] = "lbfgs") -> Method:
     """Relaxed ADMM with a variable per arc.

@@ -1,7 +1,7 @@
 """The registry of methods, and the facts about each method that its file states next to the algorithm."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from caden.core import Method
@@ -32,6 +32,8 @@ class Card(NamedTuple):
     space: dict[str, Any]  # what `caden tune` searches
     theory: bool  # whether `caden.theory` covers its mu_z, mu_y and relax
     has_solver: bool  # its agents solve subproblems with a local solver, which can stop by itself
+    server: bool  # its agents meet through a server; the graph plays no part
+    free: bool  # a round is at most one exchange over arcs, so agents need not wait for each other
 
 
 Factory = TypeVar("Factory", bound=Callable[..., Method])
@@ -45,18 +47,26 @@ def register(
     space: dict[str, Any] | None = None,
     theory: bool = False,
     equal_steps: bool = False,
+    server: bool = False,
+    free: bool = False,
 ) -> Callable[[Factory], Factory]:
-    """Register a factory under its own name; `equal_steps`: its solver must not stop by itself."""
+    """Register a factory under its own name; see `Card`. `equal_steps`: its solver must not stop by itself."""
 
     def decorate(factory: Factory) -> Factory:
         conditions = frozenset(require_choice("condition", word, CONDITIONS) for word in survives.split())
         METHODS[factory.__name__] = factory
         takes = inspect.signature(factory).parameters.values()
         has_solver = not equal_steps and any(p.name == "solver" or p.kind is p.VAR_KEYWORD for p in takes)
-        CARDS[factory.__name__] = Card(unit_parameters, conditions, space or {}, theory, has_solver)
+        CARDS[factory.__name__] = Card(unit_parameters, conditions, space or {}, theory, has_solver, server, free)
         return factory
 
     return decorate
+
+
+def not_survived(name: str, present: Mapping[str, bool]) -> tuple[str, ...]:
+    """Return the conditions that are present and that a method is known not to survive."""
+    survives = CARDS[name].survives if name in CARDS else CONDITIONS
+    return tuple(condition for condition, here in present.items() if here and condition not in survives)
 
 
 def advice_for(name: str) -> str:

@@ -36,7 +36,7 @@ class State(NamedTuple):
     gradient: Tensor  # (k, d)
 
 
-@register({"alpha": 0.3}, EVERYTHING, {"alpha": STEP})
+@register({"alpha": 0.3}, EVERYTHING, {"alpha": STEP}, free=True)
 def relay_sgd(alpha: float = 0.3) -> Method:
     """RelaySGD: models are summed along a spanning tree, so every agent gets the mean of all, with delay.
 

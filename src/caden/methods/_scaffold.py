@@ -27,7 +27,7 @@ class State(NamedTuple):
     server_control: Tensor  # (d,) c above
 
 
-@register({"alpha": 0.3}, "sleep", {"alpha": STEP, "gamma": [0.5, 0.75, 1.0]})
+@register({"alpha": 0.3}, "sleep", {"alpha": STEP, "gamma": [0.5, 0.75, 1.0]}, server=True)
 def scaffold(alpha: float = 0.3, gamma: float = 1.0) -> Method:
     """SCAFFOLD, through a server.
 

@@ -38,6 +38,8 @@ class Clock:
 
     compute: seconds per gradient.
     overhead: seconds per step besides its gradients.
+    serve: seconds per step of work on messages that an agent can do while it waits for those of others; without a wait
+        ("deadline", "free") it is overhead.
     latency, bandwidth: of each edge in each direction; bandwidth None is unlimited.
     up, down: bandwidth of an agent's own connection, which its messages share.
     pull: messages are announced, asked for and sent, as between peers: they travel three times the latency, and free
@@ -49,10 +51,18 @@ class Clock:
     deadline: length of a round in "deadline" mode: seconds, or {"quantile": 0.8} of the agents' last times.
     tick: steps of free agents end at multiples of this many seconds, and those that end together are computed together,
         which very large networks need; 0: at any time.
+
+    >>> import caden
+    >>> problem, graph = caden.problems.quadratic(agents=4, dim=2), caden.graphs.ring(4)
+    >>> clock = caden.Clock(compute=[0.5, 0.5, 0.5, 2.0], latency=0.25)
+    >>> result = caden.simulate(caden.methods.dgd(0.02), problem, graph, rounds=10, clock=clock)
+    >>> result.rows[-1]["time"], result.agents["busy"].round(2).tolist()
+    (22.0, [0.25, 0.25, 0.25, 1.0])
     """
 
     compute: Value = 0.1
     overhead: Value = 0.0
+    serve: Value = 0.0
     latency: Value = 0.0
     bandwidth: Value = None
     up: Value = None
@@ -111,7 +121,7 @@ class Values:
             self._rows = np.full((1, count), np.inf)
         else:
             self._rows = np.broadcast_to(_numbers(name, spec, count, unit), (1, count))
-        low = 0 if name in ("latency", "compute", "overhead") else np.finfo(float).tiny
+        low = 0 if name in ("latency", "compute", "overhead", "serve") else np.finfo(float).tiny
         sound = np.isfinite(self._rows).all() or (spec is None and low > 0)  # without a bandwidth there is no limit
         if len(self._rows) and not (sound and (self._rows >= low).all()):
             raise CadenError(

@@ -9,7 +9,8 @@ from caden._tensor.compiled import compiles, loops
 from caden.core import Edges
 from caden.errors import CadenError
 
-_SMALL = 1 << 15  # elements of an edge temporary whose sums take less time than the calls that compute them
+_COMPILED = "caden.networks._compiled"
+_SMALL = 1 << 20  # elements of an edge temporary: up to here, loops without one are several times faster
 _SLICE = 1 << 24  # elements of an edge temporary; wider rows are processed in column slices
 
 
@@ -26,13 +27,16 @@ class HeardRows(NamedTuple):
             raise CadenError("A sleeping agent has not sent anything yet: make this broadcast in `init`, too.")
         return self.sent
 
+    def _compiles(self, rows: Tensor) -> bool:
+        return self.edges.count * rows.shape[1] < _SMALL and compiles(rows)
+
     def _edge_sum(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sum_j w_ij (v_i - v_j) from edge differences: antisymmetric to the last bit, so rows sum to zero."""
-        if len(self.edges.first) * rows.shape[1] < _SMALL and compiles(rows):
-            out: Tensor = loops("caden.networks._compiled").edge_sum(rows, self.edges, weights)
-            return out[: self.edges.agents] if self.edges.elsewhere else out
+        if self._compiles(rows):
+            total: Tensor = loops(_COMPILED).edge_sum(rows, self.edges, weights)
+            return total
         out = torch.zeros_like(rows)
-        width = max(1, _SLICE // max(1, len(self.edges.first)))
+        width = max(1, _SLICE // max(1, self.edges.count))
         for a in range(0, rows.shape[1], width):
             v = rows[:, a : a + width]
             difference = v[self.edges.first].sub_(v[self.edges.second])
@@ -52,12 +56,16 @@ class HeardRows(NamedTuple):
         `weights` (e,) defaults to Metropolis weights of the awake subgraph, 1 / (1 + max of the awake degrees).
         """
         known = self.fresh if self.sent is None else self.sent  # equal on edges that count, unless compressed
-        return self.rows - self._edge_sum(known, self.edges.mixing(self.rows, weights))
+        mixing = self.edges.mixing(self.rows, weights)
+        if self._compiles(known):
+            mixed: Tensor = loops(_COMPILED).mix(self.rows, known, self.edges, mixing)
+            return mixed
+        return self.rows - self._edge_sum(known, mixing)
 
     def disagreement(self) -> Tensor:
         rows, edges = self._known(), self.edges
-        square = rows.new_zeros(len(edges.first), 1)
-        for v in torch.split(rows, max(1, _SLICE // max(1, len(edges.first))), dim=1):
+        square = rows.new_zeros(edges.count, 1)
+        for v in torch.split(rows, max(1, _SLICE // max(1, edges.count)), dim=1):
             square += (v[edges.first] - v[edges.second]).square_().sum(1, keepdim=True)
         return edges.sum(square).squeeze(1)
 

@@ -50,7 +50,7 @@ class FreeTimer(Timer):
         self._state |= {"request": np.full(arcs, np.inf), "taken_at": np.zeros(arcs), "offered_at": np.zeros(arcs)}
         self._offers: Tensor | None = None  # (2E, d)
         self._letters: list[_Letters] = []
-        self._turn = Turn(0, torch.ones(self.agents, dtype=torch.bool))  # all begin
+        self._turn, self._charged = Turn(0, torch.ones(self.agents, dtype=torch.bool)), False  # all begin
 
     def barrier(self, index: int, size: float, hops: int) -> None:
         raise _refusal()
@@ -65,7 +65,7 @@ class FreeTimer(Timer):
             state["ends"] = self._end(state["now"], 0)
         first = state["ends"] == state["ends"].min()
         count = int(state["steps"][first].min())
-        self._turn = Turn(count, torch.from_numpy(first & (state["steps"] == count)))
+        self._turn, self._charged = Turn(count, torch.from_numpy(first & (state["steps"] == count))), False
         return self._turn
 
     def _end(self, begin: np.ndarray, index: int) -> np.ndarray:
@@ -81,11 +81,7 @@ class FreeTimer(Timer):
         """Send the messages of the agents that step now; return the newest ones that have come, and where."""
         index, state, active = self._turn.index, self._state, self._turn.active.numpy()
         moment = float(state["ends"][active].min())
-        made = self.charge(index)
-        uncounted = active & (made == 0)  # a solver without gradients takes as long as its steps
-        made = np.where(uncounted, self.planned(index), made)
-        self._work(np.where(uncounted, self.compute(index) * made, 0) + self.overhead(index))
-        done = np.maximum(moment, state["now"])  # of those that stepped
+        done = self._charge_step(moment)
         sending = sends.squeeze(1).cpu().numpy() & active[self.owner]
         begin = done[self.owner]
         if self.clock.pull:
@@ -93,10 +89,21 @@ class FreeTimer(Timer):
             self._offer(index, arcs, sending, begin)
         else:
             self._post(index, sending, np.full(len(begin), index), begin, arcs)
+        return self._delivered(arcs, active, moment)
+
+    def _charge_step(self, moment: float) -> np.ndarray:
+        """Charge the step of the agents that step now, and return (m,) when it is done; it was taken to end now."""
+        index, state, active = self._turn.index, self._state, self._turn.active.numpy()
+        made = self.charge(index)
+        uncounted = active & (made == 0)  # a solver without gradients takes as long as its steps
+        made = np.where(uncounted, self.planned(index), made)
+        self._work(np.where(uncounted, self.compute(index) * made, 0) + self.overhead(index))
+        done = np.maximum(moment, state["now"])
         if self.clock.tick:
             state["now"] = np.where(active, done, state["now"])
         state["expected"] = np.where(active, made, state["expected"])
-        return self._delivered(arcs, active, moment)
+        self._charged = True
+        return np.asarray(done)
 
     def _work(self, seconds: np.ndarray) -> None:
         super()._work(np.where(self._turn.active.numpy(), seconds, 0))
@@ -156,6 +163,8 @@ class FreeTimer(Timer):
 
     def end_turn(self, turn: Turn) -> int:
         state, active = self._state, turn.active.numpy()
+        if not self._charged:  # nothing was sent
+            self._charge_step(float(state["ends"][active].min()))
         state["steps"] += active
         next_end = np.maximum(self._end(state["now"], turn.index + 1), state["ends"])
         state["ends"] = np.where(active, next_end, state["ends"])
@@ -182,7 +191,7 @@ class FreeTimer(Timer):
 
 def _refusal() -> CadenError:
     return CadenError(
-        'The mode "free" needs a method whose rounds are a single exchange over arcs (caden, radmm, lt_admm).'
+        'The mode "free" needs a method whose rounds are a single exchange over arcs, such as caden, radmm or lt_admm.'
     )
 
 

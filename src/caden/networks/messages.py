@@ -59,6 +59,11 @@ class Messages(NamedTuple):
         return self.loss > 0 or self.delay > 0
 
     @property
+    def conditions(self) -> dict[str, bool]:
+        """What a method must survive, by the names of `methods.CONDITIONS`."""
+        return {"loss": self.loss > 0, "delay": self.delay > 0, "compression": self.shared_copies}
+
+    @property
     def codec(self) -> Codec | None:
         """How rows are compressed, if they are."""
         return None if self.top is None and self.bits is None else Codec(self.top, self.bits)

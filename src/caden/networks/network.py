@@ -59,7 +59,10 @@ class Network:
         self.lossy = self.post.model.unreliable or self.transport.sees_only_itself or self.transport.late
         self.abridged = self.post.model.abridged
         self.numbers_sent = self.bytes = 0
+        self.shares_copies = self.post.model.shared_copies
+        self.differs_by_arc = self.post.model.unreliable or links is not None  # what neighbours know of an agent
         self.dim, self._degree = problem.dim, self.layout.degree.to(problem.dtype)
+        self._last_work: tuple[Tensor, Tensor] | None = None  # (m,) as asked for, and that of the hosted agents
 
     @property
     def communications(self) -> int:
@@ -100,9 +103,10 @@ class Network:
         curvature: Tensor | None = None,
         accuracy: float | None = None,
         elapsed: float = 0.0,
+        awake: int | None = None,
     ) -> Round:
-        """Return the context of one round; `active` (m,) bool, `work` (m,)."""
-        degree, awake = self._degree, int(active.sum())
+        """Return the context of one round; `active` (m,) bool, of which `awake` are true, `work` (m,)."""
+        degree, awake = self._degree, int(active.sum()) if awake is None else awake
         everyone = awake == self.graph.agents
         if everyone and self.links is None:
             awake_rows, edges, sending = self._all_awake
@@ -113,10 +117,16 @@ class Network:
         operators = _Operators(self, index, active, everyone, awake_rows, edges, sending)
         if absent := self.transport.absent():
             edges, degree = self._without_rows(absent, edges)
-        work = (work if everyone else work * active)[self.layout.hosted].to(problem.device)
+        work = self._work_here(work, problem) if everyone else (work * active)[self.layout.hosted].to(problem.device)
         facts = problem, edges, self.graph, self.may_sleep, self.lossy, self.abridged, curvature, accuracy
         functions = operators.broadcast, operators.exchange, operators.average, operators.maximum, operators.uniform
         return Round(index, operators.awake, awake, work, degree, *facts, *functions, operators.restrict, elapsed)
+
+    def _work_here(self, work: Tensor, problem: Problem) -> Tensor:
+        """Return the hosted agents' work, the same tensor for as long as the same work is asked for."""
+        if self._last_work is None or self._last_work[0] is not work:
+            self._last_work = work, work[self.layout.hosted].to(problem.device)
+        return self._last_work[1]
 
     def _without_rows(self, absent: list[int], edges: Edges) -> tuple[Edges, Tensor]:
         """Return edges and degrees without the `absent` rows of other processes, whose edges become loops."""
@@ -153,7 +163,8 @@ class _Operators:
     ):
         self._network, self._delivery, self._transport = network, network.post, network.transport
         self._index, self._active, self._everyone, self._edges, self._sending = index, active, everyone, edges, sending
-        self._awake_rows, self.awake = awake, awake[: network.layout.agents]  # (rows, 1), (k, 1)
+        self._awake_rows = awake  # (rows, 1)
+        self.awake = awake[: network.layout.agents] if edges.elsewhere else awake  # (k, 1)
         self._exchanges, self._arc_exchanges = count(), count()
         self._some_edges_only = False
 
@@ -205,22 +216,22 @@ class _Operators:
         return known.get(channel)
 
     def broadcast(self, rows: Tensor) -> Heard:
-        exchange, network, model = next(self._exchanges), self._network, self._delivery.model
+        exchange, network, copies = next(self._exchanges), self._network, self._network.shares_copies
         channel, width = f"broadcast{exchange}", rows.shape[1]
-        if model.shared_copies and model.unreliable and self._index >= 0:
+        if copies and self._delivery.model.unreliable and self._index >= 0:
             raise CadenError(
                 "Compressed or triggered broadcasts must all arrive: use a method with arc variables (caden, radmm, "
                 "lt_admm), or remove `messages.loss` and `messages.delay`."
             )
-        if model.shared_copies and self._some_edges_only:
+        if copies and self._some_edges_only:
             raise CadenError("This method meets some neighbours only, which then lack copies: remove compression.")
-        if model.shared_copies and not network.lossy:
+        if copies and not network.lossy:
             public = self._broadcast_copies(f"{channel}.public", rows)
             return HeardRows(rows, public, public, self._edges)
         self._count(self._sending, width, width * rows.element_size())
         self._travel(width * rows.element_size())
         fresh = self._transport.share_rows(rows, self._active)
-        if model.unreliable or network.links is not None or self._some_edges_only:
+        if network.differs_by_arc or self._some_edges_only:
             return self._hear_by_arc(channel, exchange, rows, fresh)
         sent = self._remember(channel, fresh) if network.may_sleep else fresh
         return HeardRows(rows, fresh, sent, self._edges)
@@ -264,7 +275,7 @@ class _Operators:
         header = messages.shape[1] - dim
         if header:
             self._count(self._sending, 0, header * messages.element_size())
-        copies_here = model.shared_copies and not self._transport.sees_only_itself
+        copies_here = self._network.shares_copies and not self._transport.sees_only_itself
         if copies_here and self._index < 0:
             self._exchange_copies(channel, exchange, messages, sends, comes)
         if self._index < 0:

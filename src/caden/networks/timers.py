@@ -44,7 +44,7 @@ class Timer:
         m, edges = graph.agents, len(graph.edges)
         self.clock, self.agents = clock, m
         self.compute = Values("compute", clock.compute, m, draw, "agent")
-        self.overhead = Values("overhead", clock.overhead, m, draw, "agent")
+        self._overhead, self._serve = (Values(n, getattr(clock, n), m, draw, "agent") for n in ("overhead", "serve"))
         self._latency = Values("latency", clock.latency, edges, draw, "edge")
         self._bandwidth = Values("bandwidth", clock.bandwidth, edges, draw, "edge")
         self._up, self._down = (Values(n, getattr(clock, n), m, draw, "agent") for n in ("up", "down"))
@@ -54,6 +54,7 @@ class Timer:
         self.gradients: Callable[[], np.ndarray] = lambda: np.zeros(m, np.int64)
         self.planned: Callable[[int], np.ndarray] = lambda index: np.ones(m)
         self._awake = np.ones(m, bool)
+        self._serving = np.zeros(m)  # seconds that the next exchange leaves for work on messages
         zero = np.zeros(m)
         # Seconds: where each agent's own time stands, its computing time, and how long arcs were waited for.
         self._state = {"now": zero.copy(), "busy": zero.copy(), "waited": np.zeros(len(self.owner))}
@@ -79,6 +80,10 @@ class Timer:
     def begin(self) -> None:
         """Charge what agents did before their first step."""
         self.charge(0)
+
+    def overhead(self, index: int) -> np.ndarray:
+        """Return (m,) seconds of a step besides its gradients, if nobody waits."""
+        return np.asarray(self._overhead(index) + self._serve(index))
 
     def charge(self, index: int) -> np.ndarray:
         """Add the computing time of the gradients since the last call; return (m,) how many they were."""
@@ -126,6 +131,8 @@ class Timer:
             latency = self._latencies(index)
             begin = np.maximum(begin + latency, now[self.peer]) + latency
         arrival = self.travel(index, sizes, begin)
+        self._work(self._serving)
+        self._serving = np.zeros(self.agents)
         latest = now.copy()
         np.maximum.at(latest, self.peer, arrival)
         waits = (latest > now) & self._awake  # messages reach sleepers, too, but nobody waits for them there
@@ -148,12 +155,15 @@ class Timer:
     def turn(self, index: int, active: Tensor) -> Turn:
         """Return who takes part in the next step, given the schedule's (m,) `active`."""
         self._awake = active.numpy()
-        self._work(self.overhead(index) * self._awake)
+        self._work(self._overhead(index) * self._awake)
+        self._serving = self._serve(index) * self._awake
         return Turn(index, active)
 
     def end_turn(self, turn: Turn) -> int:
         """Note that the step is done, and return how many rounds are."""
         self.charge(turn.index)
+        self._work(self._serving)  # nothing was exchanged
+        self._serving = np.zeros(self.agents)
         self._state["steps"] += turn.active.numpy()
         return turn.index + 1
 

@@ -13,6 +13,8 @@ from caden.problems._functions import functions as functions
 from caden.problems._language import language as language
 from caden.problems._language import transformer as transformer
 from caden.problems._logistic import logistic as logistic
+from caden.problems._matrix import factorisation as factorisation
+from caden.problems._matrix import pca as pca
 from caden.problems._model import accuracy as accuracy
 from caden.problems._module import Module as Module
 from caden.problems._networks import cnn as cnn
@@ -20,6 +22,7 @@ from caden.problems._networks import mlp as mlp
 from caden.problems._normalisation import group_norm as group_norm
 from caden.problems._quadratic import quadratic as quadratic
 from caden.problems._quadratic import quadratics as quadratics
+from caden.problems._robust import robust as robust
 
 
 def _classification_by_name(
@@ -109,7 +112,10 @@ def _first(name: str, data: tuple[Tensor, Tensor], count: int | None) -> tuple[T
 
 PROBLEMS: dict[str, Callable[..., Any]] = {
     "classification": _classification_by_name,
+    "factorisation": factorisation,
     "language": language,
     "logistic": logistic,
+    "pca": pca,
     "quadratic": quadratic,
+    "robust": robust,
 }

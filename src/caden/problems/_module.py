@@ -6,7 +6,7 @@ import copy
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -24,7 +24,10 @@ from caden.data import Held, Shard, leaves, over
 from caden.draws import batch, randomness
 from caden.errors import CadenError, require_choice
 from caden.problems._model import Model, Training, joined, part_of
+from caden.problems._perceptron import Perceptron
 from caden.problems._traced import Traced
+
+_Gradients = Callable[[Tensor, Any, Tensor], tuple[Tensor, Tensor]]  # of some agents' rows, with stacked samples
 
 _CHUNK = 16 << 20  # bytes of input per call, so the activations of a large shard do not all exist at the same time
 _LARGE = 1 << 26  # samples times parameters of an agent from which a separate call per agent costs nothing
@@ -36,6 +39,12 @@ _CALIBRATION = 512  # samples for the statistics of batch normalisation
 @cache
 def _reader(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="caden-reader")
+
+
+def _numbers(rows: list[int]) -> slice | list[int]:
+    """Return row numbers for indexing: consecutive ones as a slice, which does not copy."""
+    consecutive = slice(rows[0], rows[-1] + 1)
+    return consecutive if rows == list(range(rows[0], rows[-1] + 1)) else rows
 
 
 class Module(Problem):
@@ -73,7 +82,9 @@ class Module(Problem):
         self._coming: dict[int, Future[tuple[Any, Any]]] = {}
         self._unscaled = bool((scale == 1).all())
         self._groups: list[tuple[list[int], Any, Any]] = []
-        self._batch = Traced(self._gradients) if self.model.stateless() else self._gradients
+        written_out = Perceptron.of(self.model)
+        self._some: _Gradients = self._gradients if written_out is None else written_out
+        self._batch = Traced(self._gradients) if written_out is None and self.model.stateless() else self._some
         require_choice("execution", execution, ("auto", "loop", "vmap", "turns"))
         self.chunk = self._samples_per_call()
         self.execution = self._choose_execution() if execution == "auto" else execution
@@ -286,18 +297,16 @@ class Module(Problem):
             if not group:
                 continue
             chosen = [position[agents[a]] for a in group]
-            rows = x if len(group) == len(agents) else x[group]
+            there = _numbers(group)
+            rows = x[there]
             if chosen == list(range(len(members))):
                 values, flat = self._batch(rows, inputs, targets)
             elif targets.shape[1] * len(members) * self.dim < _SMALL:  # others cost nothing, other shapes do
                 everyone = x.new_zeros(len(members), self.dim).index_copy_(0, torch.tensor(chosen), rows)
                 values, flat = (part[chosen] for part in self._batch(everyone, inputs, targets))
             else:
-                values, flat = self._gradients(rows, *part_of((inputs, targets), chosen))
-            if len(group) == len(agents):
-                value.copy_(values), gradient.copy_(flat)
-            else:
-                value[group], gradient[group] = values, flat
+                values, flat = self._some(rows, *part_of((inputs, targets), chosen))
+            value[there], gradient[there] = values, flat
 
     def hvp(self, x: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         out = torch.empty_like(x)

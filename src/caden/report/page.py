@@ -51,8 +51,8 @@ def html(report: Report) -> str:
         "graph": f"<section><h2>Graph</h2>{report.graph.svg()}</section>" if report.graph else "",
         "about": _definitions(report.about),
         "axes": "".join(f'<option value="{key}">{escape(name)}</option>' for key, name in AXES.items()),
-        "data": _json({figure.name: _data(figure) for figure in figures}),
-        "axis-names": _json(AXES),
+        "data": script_json({figure.name: _data(figure) for figure in figures}),
+        "axis-names": script_json(AXES),
         "plotly": get_plotlyjs(),
     }
     for key, value in parts.items():
@@ -65,7 +65,7 @@ def _definitions(entries: Mapping[str, str]) -> str:
     return "".join(pairs)
 
 
-def _json(value: Any) -> str:
+def script_json(value: Any) -> str:
     """Return JSON that is safe inside a script element."""
     return json.dumps(jsonable(value), separators=(",", ":")).replace("<", "\\u003c")
 
@@ -82,7 +82,9 @@ def _data(figure: Figure) -> dict[str, Any]:
             axis: {"x": _numbers(s.x), "y": _numbers(s.y), "low": _numbers(s.low), "high": _numbers(s.high)}
             for axis, s in series.items()
         }
-        lines.append({"label": label, "colour": colour, "dash": dash, "symbol": number % 8, "series": drawn})
+        lines.append(
+            {"label": figure.caption(label), "colour": colour, "dash": dash, "symbol": number % 8, "series": drawn}
+        )
     column = MEASURES[figure.measure]
     accuracy = figure.measure == "accuracy"
     target = figure.target if accuracy else None

@@ -11,6 +11,7 @@ import pandas as pd
 from caden.engine.columns import COLUMNS, EFFORTS, to_target
 from caden.engine.figures import figures
 from caden.engine.run_directory import Record, RunDirectory
+from caden.engine.statistics import Median, median
 from caden.errors import CadenError
 from caden.graphs import Graph
 from caden.report import waiting
@@ -125,8 +126,8 @@ def summary(runs: Runs) -> list[str]:
             label: group for label, group in runs.items() if all(r.summary.get("target") == target for r in group)
         }
         for column in (c for c in EFFORTS if any(to_target(c) in r.summary for g in groups.values() for r in g)):
-            costs = {label: _mean(group, to_target(column)) for label, group in groups.items()}
-            order = sorted((v, k) for k, v in costs.items() if math.isfinite(v))
+            costs = {label: _median(group, to_target(column), math.inf) for label, group in groups.items()}
+            order = sorted((v.median, k) for k, v in costs.items() if v is not None and v.median is not None)
             if not order:
                 sentences.append(f"No run reached {target:.0%} mean accuracy.")
                 break
@@ -135,20 +136,27 @@ def summary(runs: Runs) -> list[str]:
             if len(order) > 1 and order[0][0] > 0:
                 second = f"; next {order[1][1]} with {order[1][0]:,.4g} ({order[1][0] / order[0][0]:.2f} times)"
             sentences.append(f"{first}{second}.")
-    best = sorted(((_mean(g, "best_accuracy"), label) for label, g in runs.items()), reverse=True)
-    best = [(value, label) for value, label in best if math.isfinite(value)]
+    highest = {label: _median(group, "best_accuracy") for label, group in runs.items()}
+    best = sorted(((v.median or 0.0, label) for label, v in highest.items() if v is not None), reverse=True)
     if best:
         sentences.append(
             "Highest mean accuracy: " + ", ".join(f"{label} {value:.2%}" for value, label in best[:3]) + "."
         )
+    if sentences and (seeds := {len(group) for group in runs.values()}) != {1}:
+        counts = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
+        sentences.append(f"Medians of n = {counts} seeds; intervals are bootstrap intervals of the median, at 95 %.")
     return sentences
 
 
-def _mean(group: Sequence[Record], key: str) -> float:
-    """Return the mean over the seeds; infinite or NaN if one of them has no value."""
-    values = [r.summary.get(key) for r in group]
-    missing = math.nan if key == "best_accuracy" else math.inf
-    return missing if any(v is None for v in values) else sum(float(v or 0) for v in values) / len(values)
+def _median(group: Sequence[Record], key: str, missing: float | None = None) -> Median | None:
+    """Return the median over the seeds; one without a value counts as `missing`; if that is None, there is none."""
+    values = [missing if (value := r.summary.get(key)) is None else value for r in group]
+    return None if any(v is None for v in values) else median([float(v or 0) for v in values])
+
+
+def _text(group: Sequence[Record], key: str, form: str, missing: float | None = None) -> str:
+    value = _median(group, key, missing)
+    return "-" if value is None else value.text(form, "-")
 
 
 def results(name: str, title: str, runs: Runs, note: str = "") -> Table:
@@ -162,15 +170,14 @@ def results(name: str, title: str, runs: Runs, note: str = "") -> Table:
             if target is not None:
                 for column in (c for c in EFFORTS if to_target(c) in end):
                     form = ",.1f" if column in ("seconds", "time") else ",.0f"
-                    value = _mean(group, to_target(column))
                     name_ = to_target(column).removesuffix("_to_target")
-                    row[f"{name_} to {target:.0%}"] = format(value, form) if math.isfinite(value) else "-"
-            row["highest accuracy"] = f"{_mean(group, 'best_accuracy'):.2%}"
-            row["final accuracy"] = f"{_mean(group, 'accuracy'):.2%}"
-        row["relative error"] = f"{_mean(group, 'relative_error'):.2e}"
+                    row[f"{name_} to {target:.0%}"] = _text(group, to_target(column), form, math.inf)
+            row["highest accuracy"] = _text(group, "best_accuracy", ".2%")
+            row["final accuracy"] = _text(group, "accuracy", ".2%")
+        row["relative error"] = _text(group, "relative_error", ".2e")
         rounds = sorted({int(r.summary["round"]) for r in group})
         row["rounds"] = " to ".join(f"{n:,}" for n in (rounds[0], rounds[-1])[: len(rounds)])
-        row["runs"] = str(len(group))
+        row["n"] = str(len(group))
         row["ended by"] = ", ".join(sorted({str(r.summary["stopped"]) for r in group}))
         rows.append(row)
     return Table(name, title, pd.DataFrame(rows).fillna("-"), note)

@@ -332,8 +332,8 @@ def _seeds(plan: Plan) -> list[Section]:
     rows = [{"method": n, **{f"seed {s}": _words(v) for s, v in enumerate(t)}} for n, t in took.items()]
     text = [
         f"Rounds (of at most {short}) to {plan.scale.target:.0%} over {1 + len(plan.scale.seeds)} seeds: {spread}.",
-        "Other data splits, graphs and starting weights; parameters as tuned on seed 0. Bands span the smallest to the "
-        "largest value, lines are means.",
+        "Other data splits, graphs and starting weights; parameters as tuned on seed 0. Lines are medians, "
+        "bands their 95 % bootstrap intervals.",
     ]
     table = Table("seeds", f"Rounds to {plan.scale.target:.0%}", pd.DataFrame(rows))
     return [Section("More seeds", text, _two(plan, "seeds-", "Seeds", lines, "seeds", plan.scale.target), [table])]

@@ -1,0 +1,104 @@
+"""`caden arena`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from caden.cli.arguments import Json, NoCode
+from caden.cli.code import outside_code
+from caden.cli.study import JOBS, Jobs
+from caden.errors import CadenError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+Names = Annotated[str, typer.Option(metavar="NAMES", help="Only these, separated by commas.")]
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def arena(
+    quick: Annotated[bool, typer.Option("--quick", help="A few cells on data that come with the package.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All cells; takes days and can be continued.")] = False,
+    only: Names = "",
+    problems: Names = "",
+    graphs: Names = "",
+    conditions: Names = "",
+    method: Annotated[
+        list[str] | None, typer.Option(metavar="FILE.py:FUNCTION", help="Enter your own method; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the outcomes; finished runs are not rerun.")] = Path("arena"),
+    jobs: Jobs = JOBS,
+    no_code: NoCode = False,
+    as_json: Json = False,
+) -> None:
+    """Tune methods with equal budgets in many settings, and rank them by what they spend to reach fixed goals.
+
+    Without options, in the 42 cells of the committed slice (docs/choosing.md), some of them on data that are fetched.
+    """
+    from rich.console import Console
+
+    from caden.arena import Outcomes, chosen, estimate, hold, load_suite, missing, profiles, winners, write
+    from caden.cli import show
+    from caden.engine.progress import CountBar
+    from caden.errors import require_choice, require_integer
+    from caden.experiments.tune import space_of
+    from caden.methods import METHODS
+
+    if quick and everything:
+        raise CadenError("`--quick` and `--all` exclude each other.")
+    require_integer("jobs", jobs, least=1)
+    suite = load_suite()
+    filters = [_names(text) for text in (problems, graphs, conditions)]
+    axes = {"problem": suite.problems, "graph": suite.graphs, "condition": suite.conditions}
+    for wanted, (kind, known) in zip(filters, axes.items()):
+        for word in wanted:
+            require_choice(kind, word, known)
+    cells = suite.everything() if everything else suite.cells(suite.slices["quick" if quick else "committed"])
+    cells = chosen(cells, *filters)
+    entrants = [require_choice("method", name, METHODS) for name in _names(only)] or list(METHODS)
+    with outside_code(no_code):
+        for name in method or []:
+            own = name.rpartition(":")[2]
+            if ":" not in name:
+                raise CadenError(f"`--method` takes FILE.py:FUNCTION, got {name!r}.")
+            if own in METHODS or [n.rpartition(":")[2] for n in method or []].count(own) > 1:
+                raise CadenError(f"There is another method called {own}: rename the function in {name!r}.")
+            space_of(name, needed=False)  # loads it
+            entrants.append(name)
+        seconds = estimate(suite, cells, entrants)
+        words = f"{len(cells)} cells, {len(entrants)} methods: about {seconds / jobs / 60:.0f} minutes from scratch"
+        Console(stderr=True).print(f"{words}; finished runs are not run again", highlight=False)
+        with CountBar("arena", seconds) as bar, Outcomes(out / "runs", jobs) as outcomes:
+            standings = hold(suite, cells, entrants, outcomes, bar.advance)
+    mode = " --quick" if quick else " --all" if everything else ""
+    document = write(standings, suite, out, mode + "".join(f" --method {name}" for name in method or []))
+    for problem, reason in missing(standings).items():
+        Console(stderr=True).print(f"{problem} is left out: {reason}", highlight=False, soft_wrap=True)
+    if as_json:
+        show.as_json(document)
+        return
+    seeds = f"median of n = {len(suite.seeds)} seeds"
+    _print(winners(standings).drop(columns=["reached", "n"]), f"fewest communications to the goal, {seeds}")
+    _print(profiles(standings), "share of instances (cells x seeds) solved within multiples of the best")
+    show.path("page", out / "arena.html")
+    show.path("tables", out / "tables")
+
+
+def _print(cells: "DataFrame", title: str) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    first, *others = map(str, cells.columns)
+    table = Table(Column(first, no_wrap=True), *others, title=title, box=None, padding=(0, 1, 0, 0))
+    for row in cells.astype(str).to_numpy().tolist():
+        table.add_row(*row)
+    Console().print(table)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(arena)
