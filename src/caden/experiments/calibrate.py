@@ -1,8 +1,8 @@
 """Measure a machine and a link, for the simulator's clock.
 
-A machine: one agent of an experiment makes its steps as a peer does, with checkpoints and metrics. Its neighbours are
-an echo first, and then live in the same process and talk to it over real links on this machine. They do as much for
-these links as the agent does, so half of the additional processor time is what the links cost it.
+A machine: one agent of an experiment makes its steps as a peer does, with checkpoints and metrics, first alone and then
+as a real peer, whose neighbours are another process on this machine. What the links cost is the additional processor
+time: time itself would be that of both processes.
 
 A link: `answer` listens on one machine, and `measure_link` on another asks it for some bytes over TCP, one connection
 for all. Half of the shortest round trip is the latency.
@@ -11,14 +11,15 @@ for all. Half of the shortest round trip is the latency.
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import secrets
 import socket
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,19 +27,17 @@ import tomli_w
 import torch
 from torch import Tensor
 
-from caden import schedules
 from caden.engine.history import Row
 from caden.engine.metrics import on_test_data
-from caden.engine.options import Conditions
 from caden.engine.process import deterministic_mode
 from caden.engine.recorder import Recorder
 from caden.engine.run import Run
-from caden.engine.simulate import prepare
 from caden.errors import CadenError, RunError, require_integer
 from caden.experiments.config import Experiment
-from caden.graphs import star
+from caden.experiments.peer import prepare_peer, run_peer
 from caden.networks.peers.fleet import FORMAT, Fleet, free_ports
-from caden.networks.peers.transports import Lockstep, Received
+from caden.networks.peers.link import ZenohLink
+from caden.networks.peers.transports import LANES, Received
 
 LARGEST = 1 << 26  # bytes that one request may ask for
 PINGS = 10
@@ -81,45 +80,46 @@ class _Echo:
     def read(self, step: int) -> dict[int, Received]:
         return {}
 
-    def buffers(self) -> dict[str, Tensor]:
-        return {}
 
-    def close(self) -> None:
-        """There is nothing to close."""
+class _Mirror(ZenohLink):
+    """A neighbour that sends every row back to the agent from which it came."""
+
+    def reflect(self, agent: int) -> None:
+        version = -1
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._announced[agent] > version)  # noqa: B023
+                version = self._announced[agent]
+            self.report_progress(version // LANES)
+            self.publish(version, {agent: self.wait(agent, version, self._like)})
 
 
-class _Neighbours(_Echo):
-    """The same over real links on this machine: an agent in the middle of a star, and its neighbours around it."""
+def _mirror(config: Experiment, agent: int, like: Tensor, ready: Any) -> None:
+    """Be all neighbours of an agent until the process is ended."""
+    fleet = Fleet.of(config)
+    graph = config.build_graph(len(fleet.endpoints))
+    links = [_Mirror(fleet, graph, j, like) for j in graph.neighbours(agent)]
+    threads = [threading.Thread(target=link.reflect, args=(agent,)) for link in links]
+    for thread in threads:
+        thread.start()
+    ready.set()
 
-    def __init__(self, neighbours: list[int], like: Tensor):
-        from caden.networks.peers.link import ZenohLink
 
-        super().__init__()
-        count = len(neighbours) + 1
-        endpoints = [f"tcp/127.0.0.1:{port}" for port in free_ports(count)]
-        fleet = Fleet(format=FORMAT, name=f"measure-{secrets.token_hex(3)}", mode="lockstep", endpoints=endpoints)
-        self._ends = {j: number for number, j in enumerate(neighbours, 1)}
-        self._links = [ZenohLink(fleet, star(count), number, like) for number in range(count)]
-        self._waiters = ThreadPoolExecutor(len(neighbours) or 1)
-
-    def publish(self, version: int, rows: Mapping[int, Tensor]) -> None:
-        middle, *around = self._links
-        middle.publish(version, {self._ends[j]: row for j, row in rows.items()})
-        for j, row in rows.items():
-            link = around[self._ends[j] - 1]
-            link.publish(version, {0: row})
-            self._waiters.submit(link.wait, 0, version, row)
-
-    def wait(self, neighbour: int, version: int, like: Tensor) -> Tensor:
-        return self._links[0].wait(self._ends[neighbour], version, like)
-
-    def buffers(self) -> dict[str, Tensor]:
-        return self._links[0].buffers()
-
-    def close(self) -> None:
-        self._waiters.shutdown()
-        for link in self._links:
-            link.close()
+@contextmanager
+def _neighbours(config: Experiment, agent: int, like: Tensor) -> Iterator[None]:
+    """Run the neighbours of an agent in a process of their own, so that this one's processor time is the agent's."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=_mirror, args=(config, agent, like, ready), daemon=True)
+    process.start()
+    try:
+        while not ready.wait(1.0):
+            if not process.is_alive():
+                raise RunError("The process of the neighbours ended while it started.")
+        yield
+    finally:
+        process.terminate()
+        process.join()
 
 
 def measure_machine(config: Experiment, agent: int = 0, steps: int = 20) -> Machine:
@@ -132,15 +132,26 @@ def measure_machine(config: Experiment, agent: int = 0, steps: int = 20) -> Mach
         return [agent]
 
     built = config.build(hosted)
-    alone = linked = _measure_steps(config, agent, steps, built, _Echo())
-    if importlib.util.find_spec("zenoh"):  # without the extra "peers" there are no links
-        _, problem, graph = built
-        like, neighbours = torch.empty(problem.dim, dtype=problem.dtype), graph.neighbours(agent)
-        linked = _measure_steps(config, agent, steps, built, _Neighbours(neighbours, like))
-    links = max(linked.processor - alone.processor, 0.0) / 2
-    serve = links / 2 * alone.seconds / alone.processor  # its own row; the other half is for those that it fetches
-    overhead = alone.seconds - alone.gradient_seconds + serve
-    return Machine(alone.gradient_seconds / alone.gradients, max(overhead, 0.0), serve)
+    _, problem, graph = built
+    config = _as_peers(config, graph.agents, steps + 1)
+    with ExitStack() as stack:
+        links = importlib.util.find_spec("zenoh") is not None  # otherwise the extra "peers" is missing
+        if links:  # first: starting a process takes a while
+            stack.enter_context(_neighbours(config, agent, torch.empty(problem.dim, dtype=problem.dtype)))
+        alone = _alone(config, agent, built)
+        processor = _processor_time_with_links(config, agent) if links else alone.processor
+    linking = max(processor - alone.processor, 0.0) * alone.seconds / alone.processor
+    serve = linking / 2  # for those that fetch its own row; the other half is for the rows that it fetches
+    return Machine(alone.compute, max(alone.seconds - alone.gradient_seconds, 0.0) + linking / 2, serve)
+
+
+def _as_peers(config: Experiment, agents: int, rounds: int) -> Experiment:
+    """Return an experiment of peers on this machine, always awake, without early ends."""
+    endpoints = [f"tcp/127.0.0.1:{port}" for port in free_ports(agents)]
+    fleet = {"format": FORMAT, "name": f"measure-{secrets.token_hex(3)}", "mode": "lockstep", "endpoints": endpoints}
+    messages = {k: v for k, v in config.messages.items() if k in ("top", "bits", "trigger")}
+    changes = {"participation": 1.0, "links": 1.0, "clock": {}, "tolerance": None, "warmup": {"steps": 0}}
+    return config.model_copy(update={**changes, "messages": messages, "fleet": fleet, "rounds": rounds})
 
 
 class _Step(NamedTuple):
@@ -151,33 +162,55 @@ class _Step(NamedTuple):
     seconds: float
     processor: float  # seconds of all threads
 
+    @property
+    def compute(self) -> float:
+        """Seconds per gradient."""
+        return self.gradient_seconds / self.gradients
 
-def _measure_steps(config: Experiment, agent: int, steps: int, built: Any, link: _Echo) -> _Step:
-    method, problem, graph = built
-    conditions = Conditions(schedules.from_spec(config.participation), config.workload, config.messages)
-    run, start = prepare(method, problem, graph, conditions, config.seed, Lockstep(agent, link))
-    run.rounds = steps + 1
-    with tempfile.TemporaryDirectory() as folder, deterministic_mode(config.deterministic), closing(link):
+
+def _alone(config: Experiment, agent: int, built: Any) -> _Step:
+    """Measure the steps of an agent without any links."""
+    link = _Echo()
+    run, start, _ = prepare_peer(config, agent, built, link)
+    with tempfile.TemporaryDirectory() as folder, deterministic_mode(config.deterministic):
         recorder = Recorder(run, Path(folder) / "run", _row)
         with closing(recorder):
             run.begin(start)
             recorder.create("", config.seed)
-            measured = [_step(run, recorder, config.record_every, link) for _ in range(steps + 1)]
-    measured = [m for m in measured[1:] if m.gradients]  # not the first, which prepares; not those asleep
-    if not measured:
-        raise CadenError("The agent slept through all steps: raise `participation` or `--steps`.")
+            measured = [_step(run, recorder, config.record_every) for _ in range(config.rounds)]
+    measured = measured[1:]  # the first one prepares
     return _Step(*(sum(values) / len(measured) for values in zip(*measured)))
 
 
-def _step(run: Run, recorder: Recorder, record_every: int, link: _Echo) -> _Step:
+def _step(run: Run, recorder: Recorder, record_every: int) -> _Step:
     """Make a step as a peer does."""
     before = run.problem.gradients, run.problem.seconds, time.perf_counter(), time.process_time()
     run.step()
-    recorder.save(link.buffers(), sync=False)
+    recorder.save(sync=False)
     if run.index % record_every == 0:
         recorder.record()
     after = run.problem.gradients, run.problem.seconds, time.perf_counter(), time.process_time()
     return _Step(*(b - a for a, b in zip(before, after)))
+
+
+class _Enough(Exception):
+    """All steps are measured."""
+
+
+def _processor_time_with_links(config: Experiment, agent: int) -> float:
+    """Run the agent as a peer, and return the processor time of a step."""
+    moments: list[float] = []
+
+    class Timed(ZenohLink):
+        def report_progress(self, rounds: int, life: int = 0, calm: int = 0, flags: int = 0) -> None:
+            super().report_progress(rounds, life, calm, flags)
+            moments.append(time.process_time())
+            if rounds == config.rounds:
+                raise _Enough
+
+    with tempfile.TemporaryDirectory() as folder, suppress(_Enough):
+        run_peer(config, agent, Path(folder) / "peer", link_type=Timed)
+    return (moments[-1] - moments[1]) / (len(moments) - 2)
 
 
 def _row(run: Run, exact: bool, last: bool) -> Row:
