@@ -5,15 +5,20 @@ from __future__ import annotations
 import heapq
 import itertools
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import caden
 from caden import CadenError, Clock
 from caden.draws import Draw
+from caden.experiments.config import experiment
+from caden.experiments.store import digest
 from caden.networks.clock import Values
 from caden.networks.transport import Memory, Overlapped
 
@@ -82,6 +87,20 @@ def test_an_agents_own_connection_is_shared_by_its_messages(setting):
         clock = {"compute": 1.0, field: 8.0 * DIM}  # a second for a row
         result = caden.simulate(gd(), problem, star, 4, local_steps=1, clock=clock)
         assert last(result, "time")[0] - result.rows[0]["time"] == 1 + 4 * 5  # the hub's connection is never idle
+
+
+@pytest.mark.parametrize("mode", ["wait", "free"])
+def test_messages_over_a_slow_edge_queue(mode):
+    """Two agents: an edge that takes longer for a message than a step takes is what a slow connection is."""
+    problem, graph = caden.problems.quadratic(agents=2, dim=2), caden.graphs.path(2)
+    found = []
+    for field in ("bandwidth", "up"):
+        clock = {"compute": 0.125, field: 32.0, "mode": mode}  # half a second for a row
+        found.append(caden.simulate(gd(), problem, graph, 12, local_steps=1, clock=clock))
+    assert torch.equal(found[0].x, found[1].x)
+    assert last(found[0], "time") == last(found[1], "time")
+    quick = caden.simulate(gd(), problem, graph, 12, local_steps=1, clock={"compute": 0.125, "mode": mode})
+    assert torch.equal(quick.x, found[0].x) is (mode == "wait")
 
 
 @pytest.mark.parametrize(("serve", "step"), [(0.125, 2.25), (0.25, 2.25), (1.0, 3.0)])
@@ -158,6 +177,45 @@ def test_a_round_ends_when_all_are_ready(setting):
     clock = {"compute": 0.25, "mode": "deadline", "deadline": 10.0}
     result = caden.simulate(gd(), problem, graph, 6, local_steps=4, clock=clock)
     assert last(result, "time") == [6 + 0.25]  # with the gradient before the first round
+
+
+@pytest.mark.parametrize("name", caden.methods.METHODS)
+def test_every_method_runs_by_a_clock(name):
+    """Waiting changes no number; a deadline is refused by those that need everyone awake, in one line."""
+    problem, graph, card = caden.problems.quadratic(agents=4, dim=2), caden.graphs.ring(4), caden.methods.CARDS[name]
+    method = caden.methods.METHODS[name](**card.unit_parameters)
+    plain = caden.simulate(method, problem, graph, 3)
+    clock = {"compute": [0.1, 0.2, 0.3, 1.0], "latency": 0.01, "bandwidth": 1e4}
+    timed = caden.simulate(method, problem, graph, 3, clock=clock)
+    assert torch.equal(plain.x, timed.x) and timed.rows[-1]["time"] > 0
+    limited = {**clock, "mode": "deadline", "deadline": {"quantile": 0.5}}
+    if name in ("accelerated", "admm_edges", "c2eden", "dino", "newton_tracking", "tutunov"):
+        with pytest.raises(CadenError, match=r"needs everyone awake.*clock.deadline"):
+            caden.simulate(method, problem, graph, 3, clock=limited)
+        return
+    late = caden.simulate(method, problem, graph, 3, clock=limited)
+    assert late.rows[-1]["time"] < timed.rows[-1]["time"] and late.agents["participation"].min() < 1
+
+
+def test_what_an_agent_has_computed_under_a_deadline_fits_into_the_time():
+    """The excess of a step that took longer than it was taken to be is still to come when the run ends."""
+    problem, graph = caden.problems.quadratic(agents=4, dim=2), caden.graphs.ring(4)
+
+    def work(round, draw):
+        return np.full(4, 50 if round == 19 else 1)
+
+    clock = {"compute": 0.1, "mode": "deadline", "deadline": 1.0}
+    result = caden.simulate(gd(), problem, graph, 20, local_steps=work, clock=clock)
+    assert result.agents["busy"].max() <= 1 + 1e-12
+    wide = {
+        "compute": {"name": "lognormal", "mean": 0.2, "spread": 1.5},
+        "mode": "deadline",
+        "deadline": {"quantile": 0.5},
+    }
+    for name in ("caden_gd", "gt_lbfgs", "network_newton"):
+        method = caden.methods.METHODS[name](**caden.methods.CARDS[name].unit_parameters)
+        agents = caden.simulate(method, problem, graph, 3, clock=wide).agents
+        assert agents["busy"].max() <= 1 + 1e-12 and agents["idle"].min() >= -1e-12
 
 
 @pytest.mark.parametrize("method", ["caden", "gt", "fedavg", "atg", "dgd", "esom"])
@@ -272,6 +330,7 @@ def textbook_pull(problem, graph, rho, alpha, compute, latency, transfer, steps,
     x, near = np.zeros((AGENTS, DIM)), {i: graph.neighbours(i) for i in range(AGENTS)}
     z = {(i, j): np.zeros(DIM) for i in near for j in near[i]}
     made, events, order, inbox = [0] * AGENTS, [], itertools.count(), {}
+    replies = 0
     offer, heard, have, fetching = {}, dict.fromkeys(z, -1), dict.fromkeys(z, -1), dict.fromkeys(z, False)
 
     def at(time, what, *about):
@@ -302,11 +361,12 @@ def textbook_pull(problem, graph, rho, alpha, compute, latency, transfer, steps,
             heard[i, rest[0]] = rest[1]
             ask(now, i, rest[0])
         elif what == "request":
+            replies += 1
             at(now + latency + transfer, "reply", rest[0], i, *offer[i, rest[0]])
         else:
             j, have[i, j], inbox[i, j] = rest[0], rest[1], rest[2]
             fetching[i, j] = False
-    return x, made
+    return x, made, replies
 
 
 @pytest.mark.parametrize("latency", [0.0291, 0.1713])
@@ -317,8 +377,9 @@ def test_free_running_agents_that_pull_against_an_event_loop(setting, latency):
     method = caden.methods.radmm(0.5, 0.7, solver="exact")
     result = caden.simulate(method, problem, graph, steps, local_steps=1, clock=clock)
     begin = result.rows[0]["time"] / compute[-1]  # gradients at the start
-    x, made = textbook_pull(problem, graph, 0.5, 0.7, compute, latency, transfer, steps, begin)
+    x, made, replies = textbook_pull(problem, graph, 0.5, 0.7, compute, latency, transfer, steps, begin)
     assert result.agents["steps"].tolist() == made
+    assert result.rows[-1]["communications"] == replies
     np.testing.assert_allclose(result.x.numpy(), x, atol=1e-12)
 
 
@@ -393,6 +454,60 @@ def test_a_resumed_run_keeps_the_time(setting, mode, pull, tmp_path):
     assert whole.agents.equals(again.agents) and whole.waiting.equals(again.waiting)
 
 
+def test_a_run_goes_on_with_its_own_clock_only(setting, tmp_path):
+    problem, graph = setting
+    (tmp_path / "trace.csv").write_text(",".join("1" * AGENTS))
+    clocks = [None, {"compute": 0.1}, {"compute": {"file": str(tmp_path / "trace.csv")}}]
+    for number, clock in enumerate(clocks):
+        folder = tmp_path / str(number)
+        caden.simulate(gd(), problem, graph, 3, directory=folder, clock=clock, picture=False, checkpoint_every=1)
+        again = {"directory": folder, "resume": True, "picture": False}
+        for other in clocks:
+            if other is not clock:
+                with pytest.raises(CadenError, match="begun with another clock"):
+                    caden.simulate(gd(), problem, graph, 5, clock=other, **again)
+    key = digest(experiment(None, [f"clock.compute.file={tmp_path / 'trace.csv'}"]))
+    (tmp_path / "trace.csv").write_text(",".join("9" * AGENTS))
+    with pytest.raises(CadenError, match="begun with another clock"):
+        caden.simulate(gd(), problem, graph, 5, clock=clocks[2], **again)
+    assert digest(experiment(None, [f"clock.compute.file={tmp_path / 'trace.csv'}"])) != key
+
+
+KILLED = """
+import os, signal, sys, caden
+problem, graph = caden.problems.quadratic(agents=6, dim=3, seed=0), caden.graphs.erdos_renyi(6, 0.5, seed=1)
+def kill(row, state):
+    if row["round"] == 7 and sys.argv[3] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+clock = {"compute": {"name": "exponential", "mean": 0.2}, "latency": 0.3, "up": 200.0, "mode": sys.argv[1]}
+clock |= {"deadline": 0.7} if sys.argv[1] == "deadline" else {}
+caden.simulate(caden.methods.caden(mu_z=0.5), problem, graph, 15, directory=sys.argv[2], local_steps=3, clock=clock,
+    checkpoint_every=1, picture=False, callbacks=[kill], resume=sys.argv[3] == "resume")
+"""
+
+
+def files(folder):
+    """Return what a run left, but for the seconds that its rounds took."""
+    table = pd.read_csv(folder / "metrics.csv", dtype=str).drop(columns="seconds")
+    return [table.to_csv(), *((folder / f"{name}.csv").read_bytes() for name in ("agents", "waiting"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["wait", "deadline", "free"])
+def test_a_killed_run_ends_in_the_same_files(mode, tmp_path):
+    def run(folder, what):
+        command = [sys.executable, "-c", KILLED, mode, tmp_path / folder, what]
+        return subprocess.run(command, timeout=120, check=False).returncode
+
+    assert run("whole", "") == 0 and run("half", "kill") == -9 and run("half", "resume") == 0
+    assert files(tmp_path / "whole") == files(tmp_path / "half")
+
+
+def test_an_empty_table_is_a_clock_with_defaults(setting):
+    found = [caden.simulate(gd(), *setting, 3, clock=clock).rows[-1]["time"] for clock in ({}, Clock())]
+    assert found[0] == found[1] > 0
+
+
 def test_values_by_number_list_distribution_and_file(tmp_path):
     draw = Draw(3, 4)
     for name, spread in (("exponential", 0.5), ("lognormal", 0.7), ("uniform", 0.9)):
@@ -421,7 +536,13 @@ def test_values_by_number_list_distribution_and_file(tmp_path):
         ({"bandwidth": 0.0}, "positive"),
         ({"compute": {"name": "normal", "mean": 1}}, "lognormal"),
         ({"compute": {"name": "lognormal"}}, "mean"),
-        ({"compute": {"name": "uniform", "mean": 1, "spread": 2}}, "at most 1"),
+        ({"compute": {"name": "uniform", "mean": 1, "spread": 2}}, r"\(0, 1\]"),
+        ({"latency": {"name": "lognormal", "mean": 1, "spread": 40.0}}, r"\(0, 10\]"),
+        ({"compute": {"file": "nowhere.csv", "per": "agent"}}, "remove 'per'"),
+        ({"compute": {"file": "/dev/null"}}, "is empty"),
+        ({"compute": [0, 0, 0, 0, 0, 1], "mode": "deadline", "deadline": {"quantile": 0.5}}, "take no time"),
+        ({"tick": 1e-320, "mode": "free"}, "at least 1e-09"),
+        ("", "must be a Clock or a table"),
         ({"latency": {"name": "uniform", "mean": 1, "per": "agent"}}, "edge"),
         ({"compute": {"file": "nowhere.csv"}}, "cannot be read"),
         ({"pull": 3}, "clock.pull"),

@@ -93,15 +93,20 @@ def comparison(results: Mapping[str, Result], target: float | None, folder: Path
 
 def plan(found: Plan, config: Experiment, json_wanted: bool) -> None:
     """Print the variants of a plan, the fastest first, and which is the fastest at other bandwidths."""
+    rate = _rate(config)
     goal = f"{config.target:.0%}" if config.target is not None else f"a relative error of {config.tolerance:g}"
     if json_wanted:
         variants = [variant._asdict() for variant in found.variants]
         best = found.variants[0].label if found.variants and found.variants[0].reached else None
-        changes = [{"bandwidth_factor": factor, "best": label} for factor, label in found.best_from]
+        changes = [
+            {"bandwidth_factor": factor, "bandwidth": None if rate is None else rate * factor, "best": label}
+            for factor, label in found.best_from
+        ]
         as_json({"variants": variants, "best": best, "skipped": found.skipped, "best_from": changes})
         return
-    title = f"simulated cost of reaching {goal}"
-    table = Table("", "method", "steps", "mode", "messages", title=title, padding=(0, 1, 0, 0))
+    title, awake = f"simulated cost of reaching {goal}", any(v.awake for v in found.variants)
+    names = ["", "method", "steps", "mode", *(["awake"] if awake else []), "messages"]
+    table = Table(*names, title=title, padding=(0, 1, 0, 0))
     for name in ("seconds", "MB per agent", "gradients"):
         table.add_column(name, justify="right")
     for number, v in enumerate(found.variants):
@@ -109,18 +114,26 @@ def plan(found: Plan, config: Experiment, json_wanted: bool) -> None:
         if v.reached:
             costs = (f"{v.time:,.1f}", f"{(v.bytes_per_agent or 0) / 1e6:,.3g}", f"{v.gradients:,}")
         first = number == 0 and v.reached
-        row = ("*" if first else "", v.method, str(v.local_steps), v.mode, v.messages, *costs)
-        table.add_row(*row, style="bold" if first else None)
+        level = [v.awake.removesuffix(" awake")] if awake else []
+        row = ["*" if first else "", v.method, str(v.local_steps), v.mode, *level, v.messages]
+        table.add_row(*row, *costs, style="bold" if first else None)
     Console().print(table)
     for why in dict.fromkeys(found.skipped.values()):
         labels = "; ".join(label for label, reason in found.skipped.items() if reason == why)
         Console().print(f"not run, {why}: {labels}", highlight=False)
+    unit, words = (1.0, "as multiples of the given") if rate is None else (rate / 1e6, "in MB/s")
     if found.best_from:
-        print("fastest by bandwidth, as multiples of the given (estimated from runs at 1 and 0.1):")
+        print(f"fastest by bandwidth, {words} (estimated from runs at 1 and 0.1 of it):")
     for (factor, label), (upper, _) in zip(found.best_from, [*found.best_from[1:], (10.0, "")]):
-        print(f"  {factor:.2g} to {upper:.2g}: {label}")
+        print(f"  {unit * factor:.2g} to {unit * upper:.2g}: {label}")
     if found.picture.exists():
         path("picture", found.picture)
+
+
+def _rate(config: Experiment) -> float | None:
+    """Return the bandwidth of the links, if it is one number."""
+    rates = [v for k in ("bandwidth", "up", "down") if (v := (config.clock or {}).get(k)) is not None]
+    return float(rates[0]) if len(rates) == 1 and isinstance(rates[0], int | float) else None
 
 
 def theory(report: dict[str, Any], json_wanted: bool) -> None:

@@ -17,6 +17,11 @@ def plan(
     methods: Annotated[str, typer.Option(help="Method names, separated by commas.")] = "caden,gt,adapd",
     modes: Annotated[str, typer.Option(help="Any of wait, deadline and free.")] = "wait,deadline,free",
     steps: Annotated[str, typer.Option(help="Local steps to try.")] = "auto,5",
+    bits: Annotated[str, typer.Option(help="Bits per number of short messages to try, besides whole ones.")] = "4",
+    deadlines: Annotated[
+        str, typer.Option(metavar="SHARES", help="Lengths of a round to try: quantiles of the agents' times.")
+    ] = "",
+    participation: Annotated[str, typer.Option(metavar="SHARES", help="Shares of awake agents to try.")] = "",
     settings: Settings = None,
     out: Annotated[Path, typer.Option(help="Folder for the runs; finished ones are not rerun.")] = Path("plan"),
     jobs: Jobs = JOBS,
@@ -25,20 +30,34 @@ def plan(
 ) -> None:
     """Compare methods and settings by the simulated time to a target. Needs a table [clock]."""
     from caden.cli import show
-    from caden.experiments.config import experiment
+    from caden.experiments.config import DEFAULTS, experiment
     from caden.experiments.plan import plan as make_plan
     from caden.experiments.store import RunStore
 
     given = [*(settings or []), *([f"target={target}"] if target is not None else [])]
+    short = [{}, *({"bits": _number("bits", word)} for word in _words(bits))]
+    shares = [
+        [_number(name, w) for w in _words(t)]
+        for name, t in (("deadlines", deadlines), ("participation", participation))
+    ]
     with outside_code(no_code):
-        config = experiment(file, given)
-        store = RunStore(out, jobs=jobs)
-        ranking = make_plan(config, store, _words(methods), _words(modes), [_steps(word) for word in _words(steps)])
+        config = experiment(file, given, {k: v for k, v in DEFAULTS.items() if k != "target"})
+        if config.target is None and config.tolerance is None:
+            config = config.model_copy(update={"target": DEFAULTS["target"]})
+        store, tried = RunStore(out, jobs=jobs), [_steps(word) for word in _words(steps)]
+        ranking = make_plan(config, store, _words(methods), _words(modes), tried, short, *shares)
     show.plan(ranking, config, as_json)
 
 
 def _words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def _number(name: str, word: str) -> float:
+    try:
+        return int(word) if word.isdecimal() else float(word)
+    except ValueError:
+        raise CadenError(f"`--{name}` takes numbers, got {word!r}.") from None
 
 
 def _steps(word: str) -> int | str:

@@ -42,11 +42,15 @@ class Result:
 
     @property
     def agents(self) -> pd.DataFrame:
-        """One row per agent of a run with a clock: the shares of the time it computed and was idle, and its steps."""
+        """One row per agent of a run with a clock: the shares of the time it computed and was idle, and its steps.
+
+        With deadlines also `participation`, the share of the rounds in which it was ready.
+        """
         if self.times is None:
             return pd.DataFrame(columns=["busy", "idle", "steps"])
-        busy = self.times.busy
-        return pd.DataFrame({"busy": busy, "idle": 1 - busy, "steps": self.times.steps})
+        busy, share = self.times.busy, self.times.participation
+        table = pd.DataFrame({"busy": busy, "idle": 1 - busy, "steps": self.times.steps})
+        return table if share is None else table.assign(participation=share)
 
     @property
     def waiting(self) -> pd.DataFrame:
@@ -54,7 +58,7 @@ class Result:
         columns = ["agent", "neighbour", "seconds"]
         if self.times is None:
             return pd.DataFrame(columns=columns)
-        _, _, owner, peer, seconds = self.times
+        owner, peer, seconds = self.times.owner, self.times.peer, self.times.waited
         order = np.lexsort((owner, peer))
         table = pd.DataFrame(dict(zip(columns, (peer[order], owner[order], seconds[order]))))
         return table[table["seconds"] > 0].reset_index(drop=True)
@@ -87,7 +91,7 @@ class Result:
 
         Args:
             measures: columns of the history; by default all that are curves.
-            x: column of the horizontal axis: "round", "communications", "gradients", "seconds" or "bytes".
+            x: column of the horizontal axis: "round", "communications", "gradients", "seconds", "time" or "bytes".
             target: accuracy to mark; by default the run's own.
         """
         require_choice("column", x, AXES)

@@ -13,7 +13,7 @@ from caden.engine.history import Result, Row
 from caden.engine.metrics import measure, on_test_data
 from caden.engine.run import Run
 from caden.engine.run_directory import RunDirectory
-from caden.errors import RunError
+from caden.errors import CadenError, RunError
 
 
 def full_row(run: Run, exact: bool = True, last: bool = True) -> Row:
@@ -62,7 +62,12 @@ class Recorder:
         parts = self._checkpoints.load()
         if parts is not None:
             self.run_dir.require_unchanged(parts[0].facts)
+            if parts[0].facts.get("clock") != self._clock():
+                raise CadenError(f"{self.run_dir.path} was begun with another clock, or without one.")
         return parts
+
+    def _clock(self) -> str | None:
+        return None if self.run.timer is None else self.run.timer.clock.fingerprint()
 
     def create(self, config: str, seed: int) -> None:
         """Create the directory of a new run."""
@@ -104,6 +109,8 @@ class Recorder:
         own = self.run.flatten()
         with explained(self.run_dir.path):
             facts: dict[str, Any] = {"hosted": self.run.network.layout.hosted.tolist()}
+            if self.run.timer is not None:
+                facts["clock"] = self._clock()
             if self._writes:
                 facts |= self._writes.facts(sync)
             self._checkpoints.save({**own[0], **tensors}, own[1] | numbers, facts, sync)

@@ -150,7 +150,7 @@ def _as_peers(config: Experiment, agents: int, rounds: int) -> Experiment:
     endpoints = [f"tcp/127.0.0.1:{port}" for port in free_ports(agents)]
     fleet = {"format": FORMAT, "name": f"measure-{secrets.token_hex(3)}", "mode": "lockstep", "endpoints": endpoints}
     messages = {k: v for k, v in config.messages.items() if k in ("top", "bits", "trigger")}
-    changes = {"participation": 1.0, "links": 1.0, "clock": {}, "tolerance": None, "warmup": {"steps": 0}}
+    changes = {"participation": 1.0, "links": 1.0, "clock": None, "tolerance": None, "warmup": {"steps": 0}}
     return config.model_copy(update={**changes, "messages": messages, "fleet": fleet, "rounds": rounds})
 
 
@@ -165,7 +165,7 @@ class _Step(NamedTuple):
     @property
     def compute(self) -> float:
         """Seconds per gradient."""
-        return self.gradient_seconds / self.gradients
+        return self.gradient_seconds / max(self.gradients, 1)
 
 
 def _alone(config: Experiment, agent: int, built: Any) -> _Step:
@@ -236,8 +236,8 @@ def measure_link(address: str, patience: float = 10.0) -> Line:
                 size *= 2
                 seconds = _ask(line, size) - min(pings)
             rates = [size / max(_ask(line, size) - min(pings), 1e-9) for _ in range(3)]
-    except OSError as error:
-        raise RunError(f"Cannot measure the link to {address}: {error.strerror or error}.") from None
+    except (OSError, UnicodeError) as error:  # such as a label of a host's name that is too long
+        raise RunError(f"Cannot measure the link to {address}: {getattr(error, 'strerror', None) or error}.") from None
     return Line(min(pings) / 2, statistics.median(rates))
 
 
@@ -261,11 +261,11 @@ def answer(host: str, port: int, seconds: float) -> int:
     try:
         with socket.create_server((host, port)) as server:
             while (left := end - time.monotonic()) > 0:
-                server.settimeout(left)
+                server.settimeout(min(left, 60.0))
                 try:
                     line, _ = server.accept()
                 except TimeoutError:
-                    break
+                    continue
                 with line:
                     _serve(line, end)
                 served += 1
@@ -293,5 +293,6 @@ def as_toml(machine: Machine, line: Line | None) -> str:
     """Return the table `[clock]` of a file."""
     values: dict[str, Any] = {k: float(f"{v:.3g}") for k, v in machine._asdict().items()}
     if line is not None:
-        values |= {k: float(f"{v:.3g}") for k, v in line._asdict().items()} | {"pull": True}
+        latency, rate = (float(f"{v:.3g}") for v in line)
+        values |= {"latency": latency, "up": rate, "pull": True}  # neighbours share this machine's connection
     return tomli_w.dumps({"clock": values})

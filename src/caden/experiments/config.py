@@ -84,7 +84,7 @@ class Experiment(BaseModel):
     warmup: dict[str, Any] = {}
     messages: dict[str, Any] = {}
     links: float | list[float] | dict[str, Any] = 1.0
-    clock: dict[str, Any] = {}
+    clock: dict[str, Any] | None = None
     compare: dict[str, dict[str, Any]] = {}  # parameters of the other methods of `caden compare`
     tune: dict[str, dict[str, Any]] = {}  # search spaces of `caden tune`
     fleet: dict[str, Any] = {}  # where peers listen, see `networks.peers.Fleet`
@@ -114,7 +114,7 @@ class Experiment(BaseModel):
         """
         if self.local_steps is not None:
             return schedules.from_spec(self.local_steps)
-        return "auto" if _has_solver(self.method["name"]) and self.problem.get("batch_size") is None else 5
+        return "auto" if has_solver(self.method["name"]) and self.problem.get("batch_size") is None else 5
 
     def build(self, hosted: Callable[[Graph], list[int] | None] | None = None) -> tuple[Method, Problem, Graph]:
         """Make the method, the problem and the graph, and write the defaults used into the tables.
@@ -204,7 +204,8 @@ class Experiment(BaseModel):
         return simulate(method, problem, graph, **given, directory=directory, resume=resume, **options)
 
 
-def _has_solver(method: str) -> bool:
+def has_solver(method: str) -> bool:
+    """Return whether the agents of a method solve subproblems with a local solver."""
     return method in CARDS and CARDS[method].has_solver
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from caden.engine.figures import Figure, draw
 from caden.engine.history import Row
 from caden.engine.run_directory import Record, RunDirectory
-from caden.errors import CadenError, require_choice
-from caden.experiments.config import Experiment
+from caden.errors import CadenError, require_choice, require_fraction
+from caden.experiments.config import Experiment, has_solver
 from caden.experiments.store import RunStore
 from caden.methods import CARDS, CONDITIONS, METHODS, not_survived
 from caden.networks.clock import MODES, Clock
@@ -43,11 +43,12 @@ class Variant(NamedTuple):
     gradients: int | None = None
     rounds: int | None = None
     sending: float | None = None  # the part of the time that goes with 1/bandwidth; None: unknown
+    awake: str = ""  # participation, if several were tried
 
     @property
     def label(self) -> str:
-        steps = "" if self.local_steps == "" else f", {self.local_steps} steps"
-        return f"{self.method}, {self.mode}{steps}{f', {self.messages}' if self.messages else ''}"
+        steps = "" if self.local_steps == "" else f"{self.local_steps} steps"
+        return ", ".join(filter(None, (self.method, self.mode, self.awake, steps, self.messages)))
 
     def time_at(self, factor: float) -> float:
         """Return the time at `factor` times the bandwidth."""
@@ -70,8 +71,14 @@ def plan(
     modes: Sequence[str] = MODES,
     steps: Sequence[int | str] = STEPS,
     messages: Sequence[Mapping[str, Any]] = SHORT,
+    deadlines: Sequence[float] = (),
+    participation: Sequence[float] = (),
 ) -> Plan:
-    """Run all variants that the methods allow; the store keeps the runs."""
+    """Run all variants that the methods allow; the store keeps the runs.
+
+    `deadlines` are quantiles of the agents' times; by default the experiment's own deadline, else 0.7. `participation`
+    is by default the experiment's own.
+    """
     clock = Clock.from_spec(config.clock)
     if clock is None:
         raise CadenError("The experiment has no `[clock]`: say how long computing and sending take (docs/time.md).")
@@ -80,13 +87,23 @@ def plan(
     if not (methods and modes and steps):
         raise CadenError("A plan needs at least one method, mode and number of steps.")
     for name in methods:
-        require_choice("method", name, METHODS)
+        if ":" not in name:
+            require_choice("method", name, METHODS)
     for mode in modes:
         require_choice("mode", mode, MODES)
+    limits: dict[str, list[dict[str, Any]]] = {
+        "wait": [{}],
+        "deadline": [{"deadline": {"quantile": require_fraction("deadline", q, "(0, 1]")}} for q in deadlines]
+        or [{"deadline": clock.deadline or {"quantile": QUANTILE}}],
+        "free": [{"tick": clock.tick}],
+    }
+    levels = [require_fraction("participation", share, "(0, 1]") for share in participation]
+    if config.target is not None:
+        config = config.model_copy(update={"tolerance": None})  # one goal
     plans: dict[Variant, Experiment] = {}
     skipped: dict[str, str] = {}
-    for variant, settings in _variants(config, clock, methods, modes, steps, messages):
-        if why := _excluded(variant, settings):
+    for variant, settings in _variants(config, clock, methods, {m: limits[m] for m in modes}, steps, messages, levels):
+        if why := _excluded(settings):
             skipped[variant._replace(local_steps="").label] = why
         else:
             plans[variant] = settings
@@ -110,45 +127,48 @@ def _variants(
     config: Experiment,
     clock: Clock,
     methods: Sequence[str],
-    modes: Sequence[str],
+    limits: Mapping[str, Sequence[Mapping[str, Any]]],
     steps: Sequence[int | str],
     messages: Sequence[Mapping[str, Any]],
+    participation: Sequence[float],
 ) -> Iterable[tuple[Variant, Experiment]]:
     settings = {k: v for k, v in asdict(clock).items() if v is not None and k not in ("mode", "deadline", "tick")}
-    limits: dict[str, dict[str, Any]] = {
-        "deadline": {"deadline": clock.deadline or {"quantile": QUANTILE}},
-        "free": {"tick": clock.tick},
-    }
+    ways = [(mode, limit, len(each) > 1) for mode, each in limits.items() for limit in each]
     for method in methods:
         base = config.with_method(method)
-        chooses = CARDS[method].has_solver
-        for work in steps if chooses else [next((s for s in steps if isinstance(s, int)), 5)]:
-            for mode in modes:
-                for table in messages:
-                    text = ", ".join(f"{key} {value}" for key, value in table.items())
-                    changed = {
-                        "local_steps": work,
-                        "clock": {**settings, "mode": mode, **limits.get(mode, {})},
-                        "messages": {**config.messages, **table},
-                        "stop_at_target": config.target is not None,
-                    }
-                    yield Variant(method, work if chooses else "", mode, text, False), base.model_copy(update=changed)
+        chooses = has_solver(method)
+        works = steps if chooses else [next((s for s in steps if isinstance(s, int)), 5)]
+        shares: Sequence[Any] = participation or [config.participation]
+        for work, (mode, limit, several), table, share in product(works, ways, messages, shares):
+            text = ", ".join(f"{key} {value}" for key, value in table.items())
+            changed = {
+                "local_steps": work,
+                "clock": {**settings, "mode": mode, **limit},
+                "messages": {**config.messages, **table},
+                "participation": share,
+                "stop_at_target": config.target is not None,
+            }
+            name = f"{mode} {limit['deadline']['quantile']:g}" if several else mode
+            awake = f"{share:g} awake" if participation else ""
+            variant = Variant(method, work if chooses else "", name, text, False, awake=awake)
+            yield variant, base.model_copy(update=changed)
 
 
-def _excluded(variant: Variant, config: Experiment) -> str:
+def _excluded(config: Experiment) -> str:
     """Return why a variant cannot run, or ""."""
-    card, messages = CARDS[variant.method], Messages.from_spec(config.messages)
-    if variant.mode == "free":
-        if not card.free:
+    method, mode = config.method["name"], (config.clock or {})["mode"]
+    card, messages = CARDS.get(method), Messages.from_spec(config.messages)
+    if mode == "free":
+        if card is not None and not card.free:
             return "needs a single exchange over arcs"
         if messages != Messages() or config.participation != 1.0 or config.links != 1.0:
             return "the mode has delays of its own"
-    present = {"sleep": variant.mode == "deadline", "compression": messages.shared_copies}
-    if fatal := not_survived(variant.method, present):
+    present = {"sleep": mode == "deadline" or config.participation != 1.0, "compression": messages.shared_copies}
+    if card is not None and (fatal := not_survived(method, present)):
         return f"does not survive {CONDITIONS[fatal[0]]}"
     if messages.shared_copies and config.links != 1.0:
         return "short messages need links that stay"
-    if messages.shared_copies and messages.unreliable and "loss" not in card.survives:
+    if messages.shared_copies and messages.unreliable and card is not None and "loss" not in card.survives:
         return "short broadcasts must all arrive"
     return ""
 

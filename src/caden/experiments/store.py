@@ -22,12 +22,15 @@ from caden.engine.run_directory import Record, RunDirectory
 from caden.errors import CadenError, Diverged, Interrupted, require_integer
 from caden.experiments.config import Experiment, experiment
 from caden.graphs import Graph
+from caden.networks.clock import Clock
 from caden.networks.transport import Memory
 
 
 def digest(config: Experiment) -> str:
     """Return a name for what a run computes, whatever its checkpoint interval."""
-    content = config.model_dump(exclude_defaults=True, exclude={"checkpoint_every", "compare", "tune"})
+    content = config.model_dump(exclude_defaults=True, exclude={"checkpoint_every", "compare", "tune", "clock"})
+    if (clock := Clock.from_spec(config.clock)) is not None:
+        content["clock"] = clock.fingerprint()
     text = json.dumps([__version__, content], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 

@@ -22,4 +22,6 @@ def must_fit(name: str, matrices: int, x: Tensor) -> None:
 def must_be_awake(name: str, round: Round) -> None:
     """Refuse runs in which agents may sleep or links may be down."""
     if round.may_sleep:
-        raise CadenError(f"`{name}` needs everyone awake: set `participation` and `links` to 1.")
+        raise CadenError(
+            f"`{name}` needs everyone awake: set `participation` and `links` to 1, and no `clock.deadline`."
+        )

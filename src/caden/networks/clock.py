@@ -6,8 +6,11 @@ round). `timers` and `mail` add the times up.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,11 @@ Value = float | Sequence[float] | Mapping[str, Any] | None
 # Distributions with mean 1, by their parameter.
 _SHAPES: dict[str, Callable[[float, np.ndarray], np.ndarray]] = {
     "exponential": lambda spread, u: stats.expon.ppf(u),
-    "lognormal": lambda spread, u: stats.lognorm.ppf(u, spread, scale=np.exp(-(spread**2) / 2)),
+    "lognormal": lambda spread, u: np.exp(spread * stats.norm.ppf(u) - spread**2 / 2),
     "uniform": lambda spread, u: 1 + spread * (2 * u - 1),
 }
+_SHORTEST = 1e-9  # seconds of a tick
+_WIDEST = {"exponential": np.inf, "lognormal": 10.0, "uniform": 1.0}  # spread
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class Clock:
     overhead: seconds per step besides its gradients.
     serve: seconds per step of work on messages that an agent can do while it waits for those of others; without a wait
         ("deadline", "free") it is overhead.
-    latency, bandwidth: of each edge in each direction; bandwidth None is unlimited.
+    latency, bandwidth: of each edge (in the order of `graph.edges`) in each direction; bandwidth None is unlimited.
+        Messages over one edge queue.
     up, down: bandwidth of an agent's own connection, which its messages share.
     pull: messages are announced, asked for and sent, as between peers: they travel three times the latency, and free
         agents ask for the newest one when they have used the last one.
@@ -75,7 +81,7 @@ class Clock:
     @classmethod
     def from_spec(cls, spec: Clock | Mapping[str, Any] | None) -> Clock | None:
         """Return the checked clock that `spec` describes; None if there is none."""
-        if not spec:
+        if spec is None:
             return None
         if not isinstance(spec, Mapping | Clock):
             raise CadenError(f"`clock` must be a Clock or a table, got {spec!r}.")
@@ -95,11 +101,22 @@ class Clock:
             require_positive("clock.deadline", spec.deadline)
         if not isinstance(spec.pull, bool):
             raise CadenError(f"`clock.pull` must be true or false, got {spec.pull!r}.")
-        if spec.tick != 0:
-            require_positive("clock.tick", spec.tick)
-            if spec.mode != "free":
-                raise CadenError('`clock.tick` belongs to the mode "free".')
+        if spec.tick != 0 and (require_positive("clock.tick", spec.tick) < _SHORTEST or spec.mode != "free"):
+            raise CadenError(f'`clock.tick` belongs to the mode "free" and is at least {_SHORTEST:g}, got {spec.tick}.')
         return spec
+
+    def fingerprint(self) -> str:
+        """Return a digest of all values, also of those in files."""
+        values = asdict(self)
+        text = json.dumps(values, sort_keys=True, default=lambda value: np.asarray(value).tolist())
+        digest = hashlib.blake2b(text.encode(), digest_size=8)
+        for name, value in values.items():
+            if isinstance(value, Mapping) and "file" in value:
+                try:
+                    digest.update(Path(str(value["file"])).read_bytes())
+                except OSError as error:
+                    raise _unreadable(name, value["file"], error) from None
+        return digest.hexdigest()
 
     def with_bandwidth(self, factor: float) -> Clock:
         """Return the same clock with all bandwidths multiplied."""
@@ -114,6 +131,8 @@ class Values:
         self._name, self._count, self._draw, self._rows = name, count, draw, np.empty((0, 0))
         self._table = spec if isinstance(spec, Mapping) else {}
         if "file" in self._table:
+            if others := sorted(self._table.keys() - {"file"}):
+                raise CadenError(f"`clock.{name}` comes from a file: remove {', '.join(map(repr, others))}.")
             self._rows = _trace(name, Path(str(self._table["file"])), count)
         elif self._table:
             self._check(unit)
@@ -136,8 +155,9 @@ class Values:
         require_positive(f"clock.{self._name}.mean", self._table.get("mean"))
         require_choice(f"clock.{self._name}.per", self._table.get("per", "round"), ("round", unit))
         self._spread = require_number(f"clock.{self._name}.spread", self._table.get("spread", 0.5))
-        if self._spread <= 0 or (self._table["name"] == "uniform" and self._spread > 1):
-            raise CadenError(f"`clock.{self._name}.spread` must be positive (uniform: at most 1), got {self._spread}.")
+        widest = _WIDEST[self._table["name"]]
+        if not 0 < self._spread <= widest:
+            raise CadenError(f"`clock.{self._name}.spread` must lie in (0, {widest:g}], got {self._spread}.")
 
     def __call__(self, round: int) -> np.ndarray:
         if len(self._rows):
@@ -166,11 +186,19 @@ def _scaled(name: str, spec: Value, factor: float) -> Value:
     return {**spec, "mean": spec["mean"] * factor}
 
 
+def _unreadable(name: str, path: Any, error: Exception) -> CadenError:
+    return CadenError(f"`clock.{name}` cannot be read from {path}: {str(error).splitlines()[0]}.")
+
+
 def _trace(name: str, path: Path, count: int) -> np.ndarray:
     try:
-        rows = np.loadtxt(path, delimiter=",", ndmin=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an empty file
+            rows = np.loadtxt(path, delimiter=",", ndmin=2)
     except (OSError, ValueError) as error:
-        raise CadenError(f"`clock.{name}` cannot be read from {path}: {str(error).splitlines()[0]}.") from None
+        raise _unreadable(name, path, error) from None
+    if not len(rows):
+        raise CadenError(f"`clock.{name}`: {path} is empty.")
     if rows.shape[1] != count or not np.isfinite(rows).all():
         raise CadenError(f"`clock.{name}`: {path} must have {count} finite numbers per line, got {rows.shape[1]}.")
     return np.asarray(rows)

@@ -48,6 +48,7 @@ class FreeTimer(Timer):
         arcs = len(self.owner)
         self._state |= {name: np.full(arcs, -1) for name in ("taken", "sent", "offered")}
         self._state |= {"request": np.full(arcs, np.inf), "taken_at": np.zeros(arcs), "offered_at": np.zeros(arcs)}
+        self.posted = 0  # messages that left since the last delivery
         self._offers: Tensor | None = None  # (2E, d)
         self._letters: list[_Letters] = []
         self._turn, self._charged = Turn(0, torch.ones(self.agents, dtype=torch.bool)), False  # all begin
@@ -81,7 +82,7 @@ class FreeTimer(Timer):
         """Send the messages of the agents that step now; return the newest ones that have come, and where."""
         index, state, active = self._turn.index, self._state, self._turn.active.numpy()
         moment = float(state["ends"][active].min())
-        done = self._charge_step(moment)
+        done, self.posted = self._charge_step(moment), 0
         sending = sends.squeeze(1).cpu().numpy() & active[self.owner]
         begin = done[self.owner]
         if self.clock.pull:
@@ -113,6 +114,7 @@ class FreeTimer(Timer):
         size = float(rows.shape[1] * rows.element_size())
         arrival = self.travel(index, np.where(going, size, 0.0), begin)
         at = np.flatnonzero(going)
+        self.posted = len(at)
         if len(at):
             self._letters.append(_Letters(at, numbers[at], arrival[at], rows[torch.from_numpy(at)]))
 
@@ -215,4 +217,6 @@ class Mail(Memory):
         self._exchanges += 1
         if self._exchanges > 1:
             raise _refusal()
-        return self._timer.deliver(arcs, sends)
+        received = self._timer.deliver(arcs, sends)
+        self.posted = self._timer.posted
+        return received

@@ -272,23 +272,22 @@ class _Operators:
         channel, dim = f"exchange{next(self._arc_exchanges)}", self._network.dim
         sends = edges.owner_awake  # (2e, 1) whether each arc's owner sends
         comes = edges.peer_awake  # ... whether its peer does
-        header = messages.shape[1] - dim
-        if header:
-            self._count(self._sending, 0, header * messages.element_size())
+        header, itemsize = messages.shape[1] - dim, messages.element_size()
         copies_here = self._network.shares_copies and not self._transport.sees_only_itself
+        if copies_here and header:
+            self._count(self._sending, 0, header * itemsize)
         if copies_here and self._index < 0:
             self._exchange_copies(channel, exchange, messages, sends, comes)
         if self._index < 0:
             return torch.zeros_like(messages), torch.zeros_like(comes)
         if copies_here:
             return self._exchange_copies(channel, exchange, messages, sends, comes)
-        codec, itemsize = (
-            model.codec,
-            messages.element_size(),
-        )  # with one, it is the link of a free peer that compresses
-        self._count(self._sending, dim, dim * itemsize if codec is None else codec.size(dim, itemsize))
+        codec = model.codec  # with one, it is the link of a free peer that compresses
+        size = (dim * itemsize if codec is None else codec.size(dim, itemsize)) + header * itemsize
         self._travel((dim + header) * itemsize)
         received, came = self._transport.exchange_arcs(messages, sends, comes)
+        posted = self._transport.posted
+        self._count(self._sending if posted is None else posted, dim, size)
         came = comes if came is None else came
         if not model.unreliable:
             return received, came

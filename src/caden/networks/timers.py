@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from caden.draws import Draw
+from caden.errors import CadenError
 from caden.graphs import Graph
 from caden.networks.clock import Clock, Values
 
@@ -33,6 +34,7 @@ class Times(NamedTuple):
     owner: np.ndarray  # (2E,) of each arc
     peer: np.ndarray  # (2E,)
     waited: np.ndarray  # (2E,) seconds that the peer waited for the owner
+    participation: np.ndarray | None = None  # (m,) share of the rounds that each agent took part in, by deadlines
 
 
 class Timer:
@@ -59,7 +61,8 @@ class Timer:
         # Seconds: where each agent's own time stands, its computing time, and how long arcs were waited for.
         self._state = {"now": zero.copy(), "busy": zero.copy(), "waited": np.zeros(len(self.owner))}
         self._state |= {"charged": np.zeros(m, np.int64), "steps": np.zeros(m, np.int64)}
-        self._state |= {"up": zero.copy(), "down": zero.copy()}  # when an agent's own connection is free again
+        # When an agent's own connection, and each arc, is free again.
+        self._state |= {"up": zero.copy(), "down": zero.copy(), "line": np.zeros(len(self.owner))}
 
     @property
     def time(self) -> float:
@@ -69,13 +72,18 @@ class Timer:
     def columns(self) -> dict[str, float]:
         """Return the columns of a history."""
         time = self.time
-        idle = 1 - self._state["busy"] / time if time > 0 else np.zeros(self.agents)
+        idle = 1 - self._computed() / time if time > 0 else np.zeros(self.agents)
         return {"time": time, "idle": float(idle.mean()), "idle_most": float(idle.max())}
 
     def times(self) -> Times:
         """Return what came of the times so far."""
         state = self._state
-        return Times(state["busy"] / max(self.time, 1e-300), state["steps"], self.owner, self.peer, state["waited"])
+        busy = self._computed() / max(self.time, 1e-300)
+        return Times(busy, state["steps"], self.owner, self.peer, state["waited"])
+
+    def _computed(self) -> np.ndarray:
+        """Return (m,) seconds that each agent has computed."""
+        return self._state["busy"]
 
     def begin(self) -> None:
         """Charge what agents did before their first step."""
@@ -104,10 +112,13 @@ class Timer:
     def travel(self, index: int, sizes: np.ndarray, begin: np.ndarray) -> np.ndarray:
         """Return (2E,) when messages of some bytes arrive that arcs send at `begin` (2E,); 0 bytes: never sent."""
         sent = np.flatnonzero(sizes > 0)
-        seconds = self._latencies(index) + sizes / np.concatenate([self._bandwidth(index)] * 2)
-        leave = self._queue("up", self.owner, sent, begin, sizes, self._up(index))
+        leave = self._queue("up", self.owner, sent, begin, sizes, self._up(index))[sent]
+        bandwidth = np.concatenate([self._bandwidth(index)] * 2)[sent]
+        if np.isfinite(bandwidth).any():  # one after the other
+            leave = np.maximum(leave, self._state["line"][sent]) + sizes[sent] / bandwidth
+            self._state["line"][sent] = leave
         arrival = np.full(len(sizes), -np.inf)
-        arrival[sent] = leave[sent] + seconds[sent]
+        arrival[sent] = leave + self._latencies(index)[sent]
         return self._queue("down", self.peer, sent, arrival, sizes, self._down(index))
 
     def _queue(
@@ -196,8 +207,20 @@ class DeadlineTimer(Timer):
         self._sent = np.zeros(m)  # seconds of messages in this round
 
     def columns(self) -> dict[str, float]:
-        share = self._state["steps"] / max(self._state["round"][1], 1)
+        share = self._participation()
         return super().columns() | {"participation": float(share.mean()), "participation_least": float(share.min())}
+
+    def times(self) -> Times:
+        return super().times()._replace(participation=self._participation())
+
+    def _participation(self) -> np.ndarray:
+        """Return (m,) shares of the rounds."""
+        return np.asarray(self._state["steps"] / max(self._state["round"][1], 1))
+
+    def _computed(self) -> np.ndarray:
+        state = self._state  # what steps took longer than they were taken to is still to come
+        under_way = np.where(state["left"] >= 0, np.maximum(state["left"] - state["took"], 0.0), 0.0)
+        return np.asarray(state["busy"] - np.maximum(state["owed"], 0.0) - under_way)
 
     def begin(self) -> None:
         super().begin()
@@ -210,12 +233,12 @@ class DeadlineTimer(Timer):
     def exchange(self, index: int, sizes: np.ndarray) -> None:
         """Add up how long each agent's messages take, as if nothing else were on the way."""
         state = self._state
-        queues = state["up"], state["down"]
-        state["up"], state["down"] = np.zeros(self.agents), np.zeros(self.agents)
+        queues = {name: state[name] for name in ("up", "down", "line")}
+        state |= {name: np.zeros_like(queue) for name, queue in queues.items()}
         begin = 2 * self._latencies(index) if self.clock.pull else np.zeros(len(sizes))
         way = np.zeros(self.agents)
         np.maximum.at(way, self.owner, self.travel(index, sizes, begin))
-        state["up"], state["down"] = queues
+        state |= queues
         self._sent += way
 
     def barrier(self, index: int, size: float, hops: int) -> None:
@@ -235,6 +258,8 @@ class DeadlineTimer(Timer):
         working, spec = state["left"] >= 0, self.clock.deadline
         limit = float(np.quantile(known, spec["quantile"])) if isinstance(spec, Mapping) else float(spec or 0)
         ready = working & (state["left"] <= limit * (1 + 1e-12))
+        if limit <= 0 and (working & ~ready).any():
+            raise CadenError("`clock.deadline` gives rounds that take no time: raise the quantile, or set seconds.")
         state["round"][0] = float(state["left"][working].max()) if working.any() and ready[working].all() else limit
         self._sent = np.zeros(self.agents)
         return Turn(index, torch.from_numpy(ready))

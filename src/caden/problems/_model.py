@@ -135,6 +135,25 @@ class Model:
         in_halves = [torch.cat(pair) for pair in zip(*halves)]
         return any(not torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(together, in_halves))
 
+    def bytes_per_sample(self) -> int:
+        """Return how many bytes a gradient keeps for each sample until its backward pass."""
+        kept = dict[int, int]()
+        parameters = {n: p.detach().clone().requires_grad_() for n, p in self.views(self.start).items()}
+        own = {p.untyped_storage().data_ptr() for p in parameters.values()}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+            if (place := storage.data_ptr()) not in own:
+                kept[place] = min(storage.nbytes(), kept.get(place, 0) + size)  # several views may be kept
+            return tensor
+
+        module = copy.deepcopy(self.module)
+        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        with torch.enable_grad(), randomness(0, 0, 0, 0), hooks:
+            loss = self.loss(self.forward(module, parameters, self.inputs), self._targets)
+        del loss  # until here nothing was freed, so no address was counted twice
+        return sum(kept.values()) // len(leaves(self.inputs)[0])
+
     def copy(self, exact: bool = False, test: bool = False) -> nn.Module:
         """Return this thread's copy of the module, as it was given, for exact metrics, or for the test data."""
         if not hasattr(self._local, "copies"):

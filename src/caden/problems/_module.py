@@ -30,6 +30,7 @@ from caden.problems._traced import Traced
 _Gradients = Callable[[Tensor, Any, Tensor], tuple[Tensor, Tensor]]  # of some agents' rows, with stacked samples
 
 _CHUNK = 16 << 20  # bytes of input per call, so the activations of a large shard do not all exist at the same time
+_KEPT = 128 << 20  # bytes per call that are kept for the backward pass; token numbers are small, their activations not
 _LARGE = 1 << 26  # samples times parameters of an agent from which a separate call per agent costs nothing
 _SMALL = 1 << 20  # samples times parameters of all agents up to which computing takes less time than calling
 _GLANCE = 400  # test samples of the metrics of a round, if there are mini-batches
@@ -154,7 +155,7 @@ class Module(Problem):
         if microbatch is not None:
             return microbatch
         size: int = sum(t[0].numel() * t.element_size() for t in inputs)
-        return min(whole, max(64, _CHUNK // size))
+        return min(whole, max(64, min(_CHUNK // size, _KEPT // max(1, self.model.bytes_per_sample()))))
 
     # Data.
 
