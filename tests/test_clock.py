@@ -20,6 +20,7 @@ from caden.draws import Draw
 from caden.experiments.config import experiment
 from caden.experiments.store import digest
 from caden.networks.clock import Values
+from caden.networks.messages import Messages
 from caden.networks.transport import Memory, Overlapped
 
 AGENTS, DIM = 6, 3
@@ -285,8 +286,13 @@ def test_messages_on_the_way_for_a_step_are_used_one_step_later(setting):
     assert torch.equal(timed.x, late.x)
 
 
-def textbook_free(problem, graph, rho, alpha, compute, latency, steps, begin):
-    """Relaxed ADMM with exact solves, event by event, agent by agent."""
+def textbook_free(problem, graph, rho, alpha, compute, latency, steps, begin, codec=None):
+    """Relaxed ADMM with exact solves, event by event, agent by agent; with a codec, both ends of an arc keep a copy."""
+
+    def short(change):
+        return codec.unpack(codec.pack(torch.from_numpy(change)[None]), DIM, torch.float64)[0].numpy()
+
+    copies = {}
     H, b = problem.hessian.numpy(), -problem.value_and_grad(torch.zeros(AGENTS, DIM, dtype=torch.float64))[1].numpy()
     x, near = np.zeros((AGENTS, DIM)), {i: graph.neighbours(i) for i in range(AGENTS)}
     z = {(i, j): np.zeros(DIM) for i in near for j in near[i]}
@@ -299,7 +305,11 @@ def textbook_free(problem, graph, rho, alpha, compute, latency, steps, begin):
         matrix = H[i] + rho * degree * np.eye(DIM)
         x[i] = np.linalg.solve(matrix, b[i] + sum(z[i, j] for j in near[i]))
         for j in near[i]:
-            inbox.append((next(order), now + latency, i, j, 2 * rho * x[i] - z[i, j]))
+            message = 2 * rho * x[i] - z[i, j]
+            if codec is not None:
+                message = copies[i, j] + short(message - copies[i, j]) if (i, j) in copies else message
+                copies[i, j] = message
+            inbox.append((next(order), now + latency, i, j, message))
         for number, arrival, sender, receiver, message in sorted(inbox, key=lambda m: m[0]):
             if receiver == i and arrival <= now:
                 newer = [m for m in inbox if m[2:4] == (sender, i) and m[1] <= now and m[0] > number]
@@ -311,15 +321,20 @@ def textbook_free(problem, graph, rho, alpha, compute, latency, steps, begin):
     return x, made
 
 
-def test_free_running_agents_against_an_event_loop(setting):
+@pytest.mark.parametrize("messages", [None, {"bits": 4}, {"top": 0.4}])
+def test_free_running_agents_against_an_event_loop(setting, messages):
     """Times without ties, so that the order of events is unique."""
     problem, graph = setting
     compute, steps = np.array([0.11, 0.13, 0.17, 0.19, 0.23, 1.07]), 12
     clock = Clock(compute=compute, latency=0.291, mode="free")
     method = caden.methods.radmm(0.5, 0.7, solver="exact")
-    result = caden.simulate(method, problem, graph, steps, local_steps=1, clock=clock)
+    result = caden.simulate(method, problem, graph, steps, local_steps=1, clock=clock, messages=messages)
     begin = result.rows[0]["time"] / 1.07  # gradients at the start
-    x, made = textbook_free(problem, graph, 0.5, 0.7, compute, 0.291, steps, begin)
+    codec = Messages.from_spec(messages).codec
+    x, made = textbook_free(problem, graph, 0.5, 0.7, compute, 0.291, steps, begin, codec)
+    sent = sum(n * len(graph.neighbours(i)) for i, n in enumerate(made))
+    size = 8 * DIM if codec is None else codec.size(DIM, 8)
+    assert last(result, "communications", "bytes") == [sent, sent * size + 2 * len(graph.edges) * (8 * DIM - size)]
     assert result.agents["steps"].tolist() == made
     np.testing.assert_allclose(result.x.numpy(), x, atol=1e-12)
 
@@ -408,14 +423,22 @@ def test_free_running_is_exact_and_faster_than_waiting(setting):
         assert float((result.x - problem.solution).abs().max()) < 1e-6
     assert took["free"] < 0.7 * took["wait"]
     clock = {"compute": [0.1] * 5 + [0.2], "mode": "free"}
-    auto = caden.simulate(caden.methods.caden(), problem, graph, 100, clock=clock, record_every=100)
-    assert float((auto.x - problem.solution).abs().max()) < 1e-6
+    for messages in (None, {"bits": 4}, {"top": 0.4, "bits": 8}):
+        auto = caden.simulate(
+            caden.methods.caden(), problem, graph, 150, clock=clock, record_every=150, messages=messages
+        )
+        assert float((auto.x - problem.solution).abs().max()) < 1e-6
 
 
 def test_free_running_refuses_what_it_cannot_do(setting):
     problem, graph = setting
     free = {"mode": "free"}
-    for options in ({"messages": {"bits": 8}}, {"messages": {"loss": 0.1}}, {"participation": 0.5}, {"links": 0.5}):
+    for options in (
+        {"messages": {"trigger": 0.1}},
+        {"messages": {"loss": 0.1}},
+        {"participation": 0.5},
+        {"links": 0.5},
+    ):
         with pytest.raises(CadenError, match="has delays of its own"):
             caden.simulate(gd(), problem, graph, 3, clock=free, **options)
     for name in ("gt", "fedavg", "diloco", "esom"):
@@ -429,12 +452,13 @@ def test_free_running_refuses_what_it_cannot_do(setting):
 # All modes.
 
 
+@pytest.mark.parametrize("messages", [{}, {"bits": 4}])
 @pytest.mark.parametrize(("mode", "pull"), [("wait", False), ("deadline", False), ("free", False), ("free", True)])
-def test_a_resumed_run_keeps_the_time(setting, mode, pull, tmp_path):
+def test_a_resumed_run_keeps_the_time(setting, mode, pull, messages, tmp_path):
     problem, graph = setting
     limit = {"deadline": 0.7} if mode == "deadline" else {}
     clock = Clock({"name": "exponential", "mean": 0.2}, latency=0.3, up=200.0, pull=pull, mode=mode, **limit)
-    options = {"local_steps": 3, "clock": clock, "checkpoint_every": 1, "picture": False}
+    options = {"local_steps": 3, "clock": clock, "messages": messages, "checkpoint_every": 1, "picture": False}
 
     whole = caden.simulate(gd(), problem, graph, 15, directory=tmp_path / "whole", **options)
 

@@ -3,6 +3,9 @@
 import copy
 import hashlib
 import random
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ import caden
 from caden import draws, graphs, methods, problems, solvers
 from caden.engine.process import deterministic_mode
 from caden.errors import CadenError
+from caden.problems import _module
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.1, "momentum": 0.9},
@@ -148,6 +152,42 @@ def test_an_optimizer_from_elsewhere_keeps_nested_state_and_what_its_groups_coun
     fresh = methods.local(solver=solvers.torch_optim(Counting, lr=0.05, carry=False))
     forgetful = caden.simulate(fresh, problem, graphs.ring(3), 3, local_steps=2, deterministic=True)
     assert not torch.equal(forgetful.x, result.x)
+
+
+class Late(torch.optim.SGD):
+    """Keeps a mean of its gradients from its second step on."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if state.get("seen"):
+                    state["mean"] = p.grad.clone()
+                state["seen"] = 1
+        super().step()
+
+
+def test_state_that_comes_later_is_refused_instead_of_dropped():
+    def run(**options):
+        method = methods.local(solver=solvers.torch_optim(Late, lr=0.1, **options))
+        return caden.simulate(method, make(), graphs.ring(3), 2, local_steps=2)
+
+    with pytest.raises(CadenError, match="other state after later steps"):
+        run()
+    run(carry=False)
+
+
+class NoRate(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        return None
+
+
+def test_an_optimizer_without_a_rate_is_refused():
+    with pytest.raises(CadenError, match="no learning rate"):
+        caden.simulate(methods.local(solver=solvers.torch_optim(NoRate)), make(), graphs.ring(3), 2)
 
 
 def test_an_optimizer_whose_state_cannot_be_kept_is_refused():
@@ -394,6 +434,25 @@ def test_without_batches_a_quiet_data_set_is_read_once_and_a_noisy_one_in_every_
     assert again.at(0).stochastic and not torch.equal(again.at(0).batch(0)[0], again.at(1).batch(0)[0])
 
 
+def test_memmaps_in_dictionaries_are_read_when_they_are_used(tmp_path):
+    inputs, targets = images()
+    on_disk = np.memmap(tmp_path / "x", np.float32, "w+", shape=inputs.shape)
+    on_disk[:] = inputs.numpy()
+    for nested in ((on_disk,), {"input": on_disk}):
+        problem = problems.classification(nn.Sequential(small()), (nested, targets.numpy()), agents=3, batch_size=5)
+        assert problem.lazy
+        plain = make(nn.Sequential(small()), batch_size=5, seed=0)
+        x = plain.start.expand(3, -1)
+        torch.testing.assert_close(problem.at(1).value_and_grad(x), plain.at(1).value_and_grad(x))
+
+
+def test_a_problem_with_some_agents_does_not_hold_the_data_of_others():
+    """The samples on which the model is tried are copies."""
+    problem = make(data=images(3000), agents=100, hosted=[3])
+    stored = [t.untyped_storage().nbytes() for t in (problem.shards[0].inputs, problem.model.inputs)]
+    assert stored == [30 * 64 * 4, 8 * 64 * 4]
+
+
 def test_a_memmap_gives_what_the_array_gives(tmp_path):
     inputs, targets = images()
     for name, array in (("x", inputs.numpy()), ("y", targets.numpy())):
@@ -562,6 +621,18 @@ def test_batch_normalisation_is_calibrated_on_the_agents_own_data():
     assert all(torch.equal(a, b) for a, b in zip(problem.evaluate(x).values(), problem.evaluate(x).values()))
 
 
+def test_batch_normalisation_of_the_mean_model_sees_how_agents_differ():
+    """Two agents around +5 and -5: the variance of all samples is not the mean of the agents' variances."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.cat([torch.randn(60, 3, generator=generator) + 5, torch.randn(60, 3, generator=generator) - 5])
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    labels = (torch.arange(120) >= 60).long()
+    problem = problems.classification(model, (inputs, labels), agents=2, partition=[range(60), range(60, 120)])
+    found = problem.module(problem.start)[0]
+    torch.testing.assert_close(found.running_mean, inputs.mean(0))
+    torch.testing.assert_close(found.running_var, inputs.var(0))
+
+
 def test_group_norm_replaces_batch_normalisation():
     model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.Sequential(nn.BatchNorm2d(6, affine=False)))
     model[1].weight.data.fill_(3.0)
@@ -583,6 +654,145 @@ def test_microbatches_add_up_and_a_promise_permits_parts():
     promised = make(loss=loss, loss_is_mean=True, batch_size=None, dtype=torch.float64)
     assert promised.training.is_mean
     torch.testing.assert_close(promised.value_and_grad(x), make(batch_size=None, dtype=torch.float64).value_and_grad(x))
+
+
+@pytest.mark.parametrize(
+    ("loss", "known"),
+    [
+        (nn.CrossEntropyLoss(), True),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), True),
+        (nn.functional.nll_loss, True),
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), False),
+        (nn.CrossEntropyLoss(reduction="sum"), False),
+    ],
+)
+def test_losses_of_torch_are_known_to_be_means(loss, known):
+    assert make(loss=loss, batch_size=None).training.is_mean is known
+    if known:
+        parts = make(loss=loss, microbatch=7, batch_size=None, dtype=torch.float64)
+        x = parts.start.expand(3, -1)
+        torch.testing.assert_close(
+            parts.value_and_grad(x), make(loss=loss, batch_size=None, dtype=torch.float64).value_and_grad(x)
+        )
+
+
+class Pairs(Dataset):
+    def __init__(self, inputs, targets):
+        self.inputs, self.labels = inputs, targets
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.labels[index]
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, nn.CrossEntropyLoss(ignore_index=2)])
+def test_parts_of_a_mean_that_leaves_out_targets_are_refused(loss):
+    inputs, targets = images()
+    if loss is cross_entropy:
+        targets = targets.where(targets < 2, torch.tensor(-100))
+    data = Pairs(inputs, targets)
+    x = make(data=data, loss=loss).start.expand(3, -1)
+    whole = make(data=data, loss=loss, loss_is_mean=False, batch_size=20).at(0)
+    _, gradient = whole.value_and_grad(x)
+    chosen, labels = whole.batch(1)
+    model = small()
+    nn.utils.vector_to_parameters(x[1], model.parameters())
+    index = {"ignore_index": -100 if loss is cross_entropy else 2}
+    expected = torch.autograd.grad(cross_entropy(model(chosen), labels, **index), list(model.parameters()))
+    torch.testing.assert_close(gradient[1], torch.cat([g.flatten() for g in expected]))
+    with pytest.raises(CadenError, match="left out of the loss"):
+        make(data=data, loss=loss, batch_size=20, microbatch=5).at(0).value_and_grad(x)
+
+
+class Wide(nn.Module):
+    """Keeps (n, 500) four times for its backward pass: three outputs of tanh, and one of the constant layer."""
+
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 500, bias=False), nn.Linear(500, 3, bias=False)
+        self.first.weight.requires_grad_(not frozen)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = x.tanh()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_sample_costs_in_memory_is_counted(frozen):
+    """tanh keeps its outputs (the last one is also what the last layer keeps), cross entropy the logarithms."""
+    data = (torch.randn(40, 4), torch.randint(3, (40,)))
+    model = problems.classification(Wide(frozen), data, agents=2).model
+    outputs, entropy, inputs = 3 * 500 * 4, 3 * 4 + 8, 4 * 4
+    expected = entropy + (500 * 4 if frozen else outputs + inputs)  # without a gradient, only the last layer keeps
+    assert model.bytes_per_sample() == expected
+    halves = problems.classification(Wide(frozen), data, agents=2, autocast="bfloat16").model
+    assert halves.bytes_per_sample() <= expected
+
+
+def test_counting_leaves_nothing_behind():
+    kept = []
+
+    class Kept(nn.Module):
+        def forward(self, x):
+            kept.append(weakref.ref(x))
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), Kept())
+    problem = problems.classification(model, (torch.randn(400, 4), torch.randint(3, (400,))), agents=2)
+    problem.model.bytes_per_sample()
+    assert len(kept) > 4 and all(one() is None for one in kept)
+
+
+def test_full_gradients_are_computed_in_parts_and_mini_batches_as_they_are(monkeypatch):
+    data = images(400)
+    model = small(dropout=0.3)
+    whole = make(model.eval(), data, batch_size=None, dtype=torch.float64)
+    monkeypatch.setattr(_module, "_KEPT", 1)
+    parts = make(model, data, batch_size=None, dtype=torch.float64)
+    x = whole.start.expand(3, -1)
+    assert (whole.chunk, parts.chunk) == (134, 64)
+    torch.testing.assert_close(parts.value_and_grad(x), whole.value_and_grad(x))
+    model.train()
+    method = methods.local(solver={"name": "torch_optim", "optimizer": "SGD", "lr": 0.1})
+    problem = make(model, data, batch_size=100)
+    result = caden.simulate(method, problem, graphs.ring(3), 2, local_steps=2, deterministic=True)
+    with deterministic_mode(True):
+        expected = plain_loop(model, lambda p: torch.optim.SGD(p, lr=0.1), problem.shards[1], 1, 2, 2, 100)
+    assert torch.equal(result.x[1], expected)
+
+
+def test_rare_and_foreign_randomness_is_found():
+    """A layer that is dropped once in a hundred times, by a generator of Python."""
+
+    class Dropped(nn.Module):
+        def forward(self, x):
+            return x * (random.random() > 0.01)
+
+    problem = make(nn.Sequential(small(), Dropped()), images())
+    assert problem.random and problem.execution == "turns"
+
+
+def test_outputs_may_hold_other_objects():
+    class Answer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small()
+
+        def forward(self, x):
+            return {"logits": self.inner(x), "cache": None, "name": "answer"}
+
+    def loss(output, targets):
+        return cross_entropy(output["logits"], targets)
+
+    metrics = {"accuracy": lambda output, targets: problems.accuracy(output["logits"], targets)}
+    problem = make(Answer(), loss=loss, loss_is_mean=True, metrics=metrics)
+    plain = make()
+    x = plain.start.expand(3, -1)
+    assert torch.equal(problem.evaluate(x)["accuracy"], plain.evaluate(x)["accuracy"])
 
 
 def test_autocast_is_near_and_keeps_rows_in_float32():
@@ -774,6 +984,37 @@ def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path):
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part")]
     assert files[0] == files[1]
     timeless = [r.history.drop(columns=["seconds", "read_seconds"]) for r in (rest, whole)]
+    assert timeless[0].equals(timeless[1])
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import caden
+from test_networks import Noisy, graphs, make, methods, nn, small
+def kill(row, state):
+    if row["round"] == 7 and sys.argv[3] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+method = methods.caden(0.1, solver={"name": "torch_optim", "optimizer": "AdamW", "lr": 0.01, "schedule": "cosine"})
+caden.simulate(method, make(nn.Sequential(small(norm="batch", dropout=0.3)), Noisy()), graphs.ring(3), 10,
+    directory=sys.argv[2], participation=0.6, local_steps=2, deterministic=True, checkpoint_every=3, callbacks=[kill],
+    resume=sys.argv[3] == "resume", picture=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_in_the_same_bytes(tmp_path):
+    """Dropout, batch normalisation, random transforms and AdamW, with sleeping agents, killed in between."""
+
+    def run(folder, what):
+        command = [sys.executable, "-c", KILLED, Path(__file__).parent, tmp_path / folder, what]
+        return subprocess.run(command, timeout=300, check=False).returncode
+
+    assert run("whole", "") == 0 and run("part", "kill") == -9 and run("part", "resume") == 0
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part")]
+    assert models[0] == models[1]
+    rows = [pd.read_csv(tmp_path / name / "metrics.csv", dtype=str) for name in ("whole", "part")]
+    timeless = [table.drop(columns=["seconds", "read_seconds"]) for table in rows]
     assert timeless[0].equals(timeless[1])
 
 

@@ -57,7 +57,9 @@ def test_what_a_method_does_not_allow_is_listed(tmp_path):
     store = RunStore(tmp_path, progress=False)
     found = plan(convex("rounds=2"), store, ["caden", "gt", "newton_tracking"], plans.MODES, [3])
     assert found.skipped["gt, free"] == "needs a single exchange over arcs"
-    assert found.skipped["caden, free, bits 4"] == "the mode has delays of its own"
+    assert "caden, free, bits 4" not in found.skipped
+    late = plan(convex("rounds=2", "messages.delay=1"), store, ["caden"], ["free"], [3])
+    assert late.skipped["caden, free, bits 4"] == "the mode has delays of its own"
     assert not any(v.reached for v in found.variants) and found.best_from == []
     flaky = plan(convex("rounds=2", "links=0.5"), store, ["caden"], ["wait"], [3])
     assert flaky.skipped == {"caden, wait, bits 4": "short messages need links that stay"}

@@ -11,7 +11,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,30 +62,39 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def _uses_gpus() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def generator_states() -> tuple[object, ...]:
+    """Return the states of all generators, to be compared: they differ if anything was drawn in between."""
+    numpy: Any = np.random.get_state()  # noqa: NPY002
+    on_gpu = torch.cuda.get_rng_state_all() if _uses_gpus() else []
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], *(s.numpy().tobytes() for s in [torch.get_rng_state(), *on_gpu])
+
+
 @contextmanager
 def randomness(seed: int, round: int, step: int, agent: int, of: str = "model") -> Iterator[None]:
-    """Seed the generators within the block; afterwards they are as before.
+    """Seed the generators of torch, numpy and Python within the block; afterwards they are as before.
 
-    `of="model"` is for dropout and seeds torch; `of="data"` is for random transforms and seeds numpy and Python, too.
+    `of="model"` is for dropout, `of="data"` for random transforms: draws of their own.
 
     >>> with randomness(seed=0, round=3, step=1, agent=2):
     ...     mask = torch.nn.functional.dropout(torch.ones(8))
     """
     drawn = int(_stream(seed, f"{of}/{agent}", round, step).integers(2**63))
     with _generators:
-        others = (random.getstate(), np.random.get_state()) if of == "data" else None  # noqa: NPY002
+        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
         before = torch.get_rng_state()
-        on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+        on_gpu = torch.cuda.get_rng_state_all() if _uses_gpus() else None
         try:
             torch.default_generator.manual_seed(drawn)
             if on_gpu is not None:
                 torch.cuda.manual_seed_all(drawn)
-            if others is not None:
-                random.seed(drawn), np.random.seed(drawn % 2**32)  # noqa: NPY002
+            random.seed(drawn), np.random.seed(drawn % 2**32)  # noqa: NPY002
             yield
         finally:
             torch.set_rng_state(before)
             if on_gpu is not None:
                 torch.cuda.set_rng_state_all(on_gpu)
-            if others is not None:
-                random.setstate(others[0]), np.random.set_state(others[1])  # noqa: NPY002
+            random.setstate(python), np.random.set_state(numpy)  # noqa: NPY002

@@ -142,7 +142,7 @@ class Reader:
             value = getattr(self._data, name, None)
             if value is not None and not callable(value) and np.shape(value)[:1] == (self.count,):
                 return np.asarray(value)
-        if hasattr(self._data, "column_names"):
+        if hasattr(self._data, "column_names") and self._label in self._data.column_names:
             return np.asarray(self._data[self._label])
         chunks = [self.read(np.arange(a, min(a + 256, self.count)))[1] for a in range(0, self.count, 256)]
         return torch.cat(chunks).cpu().numpy()
@@ -162,7 +162,7 @@ def is_lazy(data: Any) -> bool:
     """Return whether samples should be read when they are used: data sets, and arrays on disk."""
     if isinstance(data, Dataset) or (hasattr(data, "column_names") and hasattr(data, "__getitem__")):
         return not isinstance(data, TensorDataset)
-    return isinstance(data, tuple | list) and any(isinstance(part, np.memmap) for part in data)
+    return isinstance(data, tuple | list) and any(isinstance(part, np.memmap) for part in leaves(data))
 
 
 def held(data: Any, name: str, dtype: torch.dtype, device: str) -> Held:

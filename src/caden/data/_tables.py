@@ -31,6 +31,8 @@ def svmlight(path: Path) -> Split:
         features, labels = load_svmlight_file(str(path))[:2]
     except (OSError, ValueError) as error:
         raise CadenError(f"Cannot read {path} as a LIBSVM file ({str(error).splitlines()[0]}).") from None
+    if not np.array_equal(labels, np.round(labels)):
+        raise CadenError(f"The labels of {path} are no classes: they must be whole numbers.")
     order = np.random.default_rng(0).permutation(len(labels))
     test, train = np.split(order, [len(order) // 5])
     if not len(test):

@@ -60,7 +60,7 @@ def simulate(
             across processes.
         transport: what carries rows between processes, if the agents are spread over several
             (`networks.cluster.join`).
-        options: the fields of `caden.Conditions` (participation, local_steps, messages, links), `caden.Stopping`
+        options: the fields of `caden.Conditions` (participation, local_steps, messages, links, clock), `caden.Stopping`
             (target, stop_at_target, tolerance, callbacks) and `caden.Saving` (directory, resume, record_every,
             checkpoint_every, config, picture), each as a keyword.
 
@@ -142,11 +142,12 @@ def prepare(
     if timer is not None and not isinstance(transport, Memory):
         raise CadenError("`clock` is for simulations: processes and peers have clocks of their own.")
     if isinstance(timer, FreeTimer):
-        if messages != Messages() or links is not None or awake.may_sleep:
+        if messages._replace(top=None, bits=None) != Messages() or links is not None or awake.may_sleep:
             raise CadenError(
-                'The mode "free" has delays of its own: remove `messages`, `links` and `participation`, or use "wait".'
+                'The mode "free" has delays of its own: remove `messages.loss`, `messages.delay`, `messages.trigger`, '
+                '`links` and `participation`, or use "wait".'
             )
-        transport = Mail(timer)
+        transport = Mail(timer, messages.codec)
     may_sleep = awake.may_sleep or transport.sees_only_itself
     network = Network(graph, problem, draw, may_sleep, messages, links, transport, timer)
     run = Run(method, problem, network, awake, work)

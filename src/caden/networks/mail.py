@@ -13,6 +13,8 @@ from caden.draws import Draw
 from caden.errors import CadenError
 from caden.graphs import Graph
 from caden.networks.clock import Clock
+from caden.networks.codec import Codec
+from caden.networks.layout import Layout
 from caden.networks.timers import Timer, Turn
 from caden.networks.transport import Memory
 
@@ -48,8 +50,14 @@ class FreeTimer(Timer):
         arcs = len(self.owner)
         self._state |= {name: np.full(arcs, -1) for name in ("taken", "sent", "offered")}
         self._state |= {"request": np.full(arcs, np.inf), "taken_at": np.zeros(arcs), "offered_at": np.zeros(arcs)}
-        self.posted = 0  # messages that left since the last delivery
-        self._offers: Tensor | None = None  # (2E, d)
+        # With compression, both ends of an arc keep a copy of what was sent. Whether anything was, and when the last
+        # message arrives: differences must be added in order.
+        self._state |= {"told": np.zeros(arcs, bool), "last": np.zeros(arcs)}
+        self._copies: Tensor | None = None  # (2E, d)
+        self.codec: Codec | None = None
+        self.dim = 0  # numbers of a row that are compressed
+        self.posted = 0, 0  # messages and bytes that left in the last delivery
+        self._offers: Tensor | None = None  # (2E, n)
         self._letters: list[_Letters] = []
         self._turn, self._charged = Turn(0, torch.ones(self.agents, dtype=torch.bool)), False  # all begin
 
@@ -82,7 +90,7 @@ class FreeTimer(Timer):
         """Send the messages of the agents that step now; return the newest ones that have come, and where."""
         index, state, active = self._turn.index, self._state, self._turn.active.numpy()
         moment = float(state["ends"][active].min())
-        done, self.posted = self._charge_step(moment), 0
+        done, self.posted = self._charge_step(moment), (0, 0)
         sending = sends.squeeze(1).cpu().numpy() & active[self.owner]
         begin = done[self.owner]
         if self.clock.pull:
@@ -111,12 +119,35 @@ class FreeTimer(Timer):
 
     def _post(self, index: int, going: np.ndarray, numbers: np.ndarray, begin: np.ndarray, rows: Tensor) -> None:
         """Send the rows of some arcs."""
-        size = float(rows.shape[1] * rows.element_size())
-        arrival = self.travel(index, np.where(going, size, 0.0), begin)
         at = np.flatnonzero(going)
-        self.posted = len(at)
+        letters, sizes = self._written(at, rows[torch.from_numpy(at)])
+        every = np.zeros(len(going))
+        every[at] = sizes
+        arrival = self.travel(index, every, begin)[at]
+        if self.codec is not None:
+            self._state["last"][at] = arrival = np.maximum(arrival, self._state["last"][at])
+        self.posted = len(at), int(sizes.sum())
         if len(at):
-            self._letters.append(_Letters(at, numbers[at], arrival[at], rows[torch.from_numpy(at)]))
+            self._letters.append(_Letters(at, numbers[at], arrival, letters))
+
+    def _written(self, at: np.ndarray, rows: Tensor) -> tuple[Tensor, np.ndarray]:
+        """Return the rows of arcs as their peers will know them, and the bytes that each takes.
+
+        The first one is sent whole; later ones as compressed differences to the copy.
+        """
+        whole = np.full(len(at), rows.shape[1] * rows.element_size())
+        if self.codec is None:
+            return rows, whole
+        if self._copies is None:
+            self._copies = rows.new_zeros(len(self.owner), self.dim)
+        dim, arcs, told = self.dim, torch.from_numpy(at), self._state["told"][at]
+        copies = self._copies[arcs]
+        change = self.codec.unpack(self.codec.pack(rows[:, :dim] - copies), dim, rows.dtype)
+        copies = torch.where(torch.from_numpy(told).unsqueeze(1), copies + change, rows[:, :dim])
+        self._copies[arcs], self._state["told"][at] = copies, True
+        header, itemsize = rows[:, dim:], rows.element_size()
+        short = self.codec.size(dim, itemsize) + header.shape[1] * itemsize
+        return torch.cat([copies, header], dim=1), np.where(told, short, whole)
 
     def _offer(self, index: int, arcs: Tensor, sending: np.ndarray, begin: np.ndarray) -> None:
         """Announce rows."""
@@ -179,7 +210,8 @@ class FreeTimer(Timer):
             known |= {"mail": torch.from_numpy(np.stack([np.concatenate(arcs), np.concatenate(numbers)]))}
             known |= {"arrivals": torch.from_numpy(np.concatenate(arrivals)), "rows": torch.cat(rows)}
             known["batches"] = torch.tensor([len(batch) for batch in arcs])
-        return known if self._offers is None else known | {"offers": self._offers}
+        kept = {"offers": self._offers, "copies": self._copies}
+        return known | {name: rows for name, rows in kept.items() if rows is not None}
 
     def restore(self, buffers: Mapping[str, Tensor]) -> None:
         super().restore(buffers)
@@ -188,7 +220,7 @@ class FreeTimer(Timer):
             parts = (*buffers["mail"], buffers["arrivals"], buffers["rows"])
             batches = zip(*(part.split(sizes) for part in parts))
             self._letters = [_Letters(a.numpy(), n.numpy(), t.numpy(), rows) for a, n, t, rows in batches]
-        self._offers = buffers.get("offers")
+        self._offers, self._copies = buffers.get("offers"), buffers.get("copies")
 
 
 def _refusal() -> CadenError:
@@ -201,9 +233,15 @@ class Mail(Memory):
     """The transport of all agents of this process, by a clock."""
 
     late = True
+    packs = True
 
-    def __init__(self, timer: FreeTimer):
+    def __init__(self, timer: FreeTimer, codec: Codec | None):
         self._timer, self._index, self._exchanges = timer, -1, 0
+        timer.codec = codec
+
+    def connect(self, layout: Layout, dim: int) -> None:
+        super().connect(layout, dim)
+        self._timer.dim = dim
 
     def begin_round(self, index: int) -> None:
         self._index, self._exchanges = index, 0

@@ -273,7 +273,8 @@ class _Operators:
         sends = edges.owner_awake  # (2e, 1) whether each arc's owner sends
         comes = edges.peer_awake  # ... whether its peer does
         header, itemsize = messages.shape[1] - dim, messages.element_size()
-        copies_here = self._network.shares_copies and not self._transport.sees_only_itself
+        elsewhere = self._transport.sees_only_itself or self._transport.packs
+        copies_here = self._network.shares_copies and not elsewhere
         if copies_here and header:
             self._count(self._sending, 0, header * itemsize)
         if copies_here and self._index < 0:
@@ -286,8 +287,9 @@ class _Operators:
         size = (dim * itemsize if codec is None else codec.size(dim, itemsize)) + header * itemsize
         self._travel((dim + header) * itemsize)
         received, came = self._transport.exchange_arcs(messages, sends, comes)
-        posted = self._transport.posted
-        self._count(self._sending if posted is None else posted, dim, size)
+        messages_sent, bytes_sent = self._transport.posted or (self._sending, self._sending * size)
+        self._count(messages_sent, dim, 0)
+        self._network.bytes += bytes_sent
         came = comes if came is None else came
         if not model.unreliable:
             return received, came

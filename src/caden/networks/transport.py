@@ -19,7 +19,8 @@ class Transport(Protocol):
     # True: this process does not know who is awake elsewhere, and counts only what it sends itself.
     sees_only_itself: bool = False
     late: bool = False  # True: messages of arcs arrive a round later
-    posted: int | None = None  # arcs that the last exchange sent, if not those that were to send
+    packs: bool = False  # True: it compresses messages of arcs itself
+    posted: tuple[int, int] | None = None  # messages and bytes of the last exchange, if not what was to be sent
     wire_bytes: int = 0  # bytes that this process has sent to others
 
     def hosts(self, graph: Graph) -> list[int] | None:

@@ -64,7 +64,8 @@ def _probe(train: Any, lazy: Reader | None, common: Any) -> Held:
     """Return the first few samples, on which every process tries the model."""
     if lazy is not None:
         return Held(*lazy.read(np.arange(min(8, lazy.count))))
-    return Held(*held(train, "train", *common).read(slice(0, 8)))
+    inputs, targets = held(train, "train", *common).read(slice(0, 8))
+    return Held(over(inputs, torch.clone), targets.clone())  # a view would keep all samples alive
 
 
 def _source(
@@ -135,6 +136,8 @@ def classification(
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
         raise CadenError("`model` must be an nn.Module with parameters to train.")
     require_device(device)
+    if dtype not in (torch.float32, torch.float64):
+        raise CadenError(f"`dtype` must be torch.float32 or torch.float64, got {dtype}: see `autocast`.")
     for name, value in (("batch_size", batch_size), ("microbatch", microbatch)):
         if value is not None:
             require_integer(name, value, least=1)

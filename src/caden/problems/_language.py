@@ -110,6 +110,8 @@ def language(
         raise CadenError(f"`agents` must be at most {len(texts)}, the number of authors, got {agents}.")
     alphabet = sorted({character for text in texts.values() for character in text})
     code = {character: number for number, character in enumerate(alphabet)}
+    if context >= min(len(text) // _HELD_OUT for text in texts.values()):
+        raise CadenError(f"`context` must be shorter than a tenth of every author's texts, got {context}.")
     windows: list[Tensor] = []
     held_out: list[Tensor] = []
     parts: list[list[np.ndarray]] = [[] for _ in range(agents)]
@@ -122,8 +124,6 @@ def language(
         fewest = min(range(agents), key=lambda i: sum(map(len, parts[i])))
         parts[fewest].append(np.arange(count, count + len(windows[-1])))
         count += len(windows[-1])
-    if not windows[-1].numel() or not held_out[-1].numel():
-        raise CadenError(f"`context` must be shorter than a tenth of every author's texts, got {context}.")
     train, rest = torch.cat(windows), torch.cat(held_out)
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(rest)))
     wanted = slice(test_samples, test_samples + validation) if validation else slice(0, test_samples)

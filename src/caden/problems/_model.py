@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,14 +12,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn import functional
+from torch.nn.functional import cross_entropy
 from torch.nn.modules.dropout import _DropoutNd
 
 from caden.data import Held, leaves, over
-from caden.draws import randomness
+from caden.draws import generator_states, randomness
 from caden.errors import CadenError
 from caden.problems._normalisation import forget_statistics, keeps_statistics
 
+_MEANS = (
+    functional.mse_loss,
+    functional.nll_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+)
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -29,8 +39,27 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def is_mean(loss: Loss) -> bool:
-    """Return whether a loss is known to be a mean of one term per sample."""
-    return loss in (cross_entropy, mse_loss)
+    """Return whether a loss of torch is known to be a mean of one term per sample."""
+    if isinstance(loss, nn.modules.loss._Loss):
+        return loss.reduction == "mean" and getattr(loss, "weight", None) is None
+    return loss in (cross_entropy, *_MEANS)
+
+
+def ignored_target(loss: Loss) -> int | None:
+    """Return the target whose samples a loss leaves out of its mean, if there is one."""
+    default = -100 if loss in (cross_entropy, functional.nll_loss) else None
+    return getattr(loss, "ignore_index", default)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of an output, which may hold other objects."""
+    parts = list(tree.values()) if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else [tree]
+    return [
+        t
+        for part in parts
+        for t in (tensors(part) if isinstance(part, Mapping | tuple | list) else [part])
+        if isinstance(t, Tensor)
+    ]
 
 
 def part_of(tree: Any, chosen: Any) -> Any:
@@ -85,13 +114,15 @@ class Model:
         """Try the model: whether it is random and whether it keeps statistics; refuse other hidden state."""
         inputs, targets, trial = self.inputs, self._targets, copy.deepcopy(self.module)
         before = {n: b.clone() for n, b in trial.named_buffers()}
-        outputs, losses = [], []
+        outputs, losses, drew = [], [], False
         try:
             with torch.no_grad():
                 for attempt in range(2):
                     with randomness(0, attempt, 0, 0):
+                        states = generator_states()
                         outputs.append(self.forward(trial, {}, inputs))
                         losses.append(self.loss(outputs[-1], targets))
+                        drew |= generator_states() != states
                 for metric in self.training.metrics.values():
                     float(metric(outputs[0], targets))
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -104,9 +135,9 @@ class Model:
                 f"The model changes buffers of `{min(changed - set(self.normalised))}` in its forward pass, so it is "
                 "not a function of its parameters; only the statistics of batch normalisation may change."
             )
-        drawn = [[t for t in leaves(output) if isinstance(t, Tensor)] + [loss] for output, loss in zip(outputs, losses)]
+        drawn = [[*tensors(output), loss] for output, loss in zip(outputs, losses)]
         dropout = any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in trial.modules())
-        self.random = dropout or any(not torch.equal(a, b) for a, b in zip(*drawn))
+        self.random = dropout or drew or any(not torch.equal(a, b) for a, b in zip(*drawn))
         if losses[0].ndim != 0:
             raise CadenError("`loss` must return a scalar, the mean over the samples.")
         if self.training.loss is cross_entropy and isinstance(outputs[0], Tensor) and not targets.is_floating_point():
@@ -130,29 +161,32 @@ class Model:
         inputs = part_of(self.inputs, slice(0, 4))
         model = self.copy(exact=True)
         with torch.no_grad():
-            together = leaves(self.forward(model, {}, inputs))
-            halves = [leaves(self.forward(model, {}, part_of(inputs, half))) for half in (slice(0, 2), slice(2, 4))]
+            together = tensors(self.forward(model, {}, inputs))
+            halves = [tensors(self.forward(model, {}, part_of(inputs, half))) for half in (slice(0, 2), slice(2, 4))]
         in_halves = [torch.cat(pair) for pair in zip(*halves)]
         return any(not torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(together, in_halves))
 
     def bytes_per_sample(self) -> int:
-        """Return how many bytes a gradient keeps for each sample until its backward pass."""
-        kept = dict[int, int]()
-        parameters = {n: p.detach().clone().requires_grad_() for n, p in self.views(self.start).items()}
-        own = {p.untyped_storage().data_ptr() for p in parameters.values()}
+        """Return how many bytes a gradient keeps until its backward pass for each sample more."""
+        some = len(leaves(self.inputs)[0])
+        return max(1, (self._bytes_kept(some) - self._bytes_kept(some // 2)) // (some - some // 2))
+
+    def _bytes_kept(self, samples: int) -> int:
+        kept = dict[int, tuple[torch.UntypedStorage, int]]()  # alive, so that no address is used twice
 
         def note(tensor: Tensor) -> Tensor:
             storage, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
-            if (place := storage.data_ptr()) not in own:
-                kept[place] = min(storage.nbytes(), kept.get(place, 0) + size)  # several views may be kept
-            return tensor
+            before = kept.get(storage.data_ptr(), (storage, 0))[1]
+            kept[storage.data_ptr()] = storage, min(storage.nbytes(), before + size)  # several views may be kept
+            return tensor.detach()  # an output that is kept would otherwise hold itself
 
+        parameters = {n: p.detach().clone().requires_grad_() for n, p in self.views(self.start).items()}
+        inputs, targets = part_of((self.inputs, self._targets), slice(0, samples))
         module = copy.deepcopy(self.module)
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         with torch.enable_grad(), randomness(0, 0, 0, 0), hooks:
-            loss = self.loss(self.forward(module, parameters, self.inputs), self._targets)
-        del loss  # until here nothing was freed, so no address was counted twice
-        return sum(kept.values()) // len(leaves(self.inputs)[0])
+            self.loss(self.forward(module, parameters, inputs), targets)
+        return sum(size for _, size in kept.values())
 
     def copy(self, exact: bool = False, test: bool = False) -> nn.Module:
         """Return this thread's copy of the module, as it was given, for exact metrics, or for the test data."""
@@ -208,14 +242,13 @@ class Model:
             compiled[module] = torch.compile(function)
         return compiled[module]  # type: ignore[no-any-return]
 
-    def calibrate(self, module: nn.Module, parameters: dict[str, Tensor], batches: Sequence[Any]) -> None:
+    def calibrate(self, module: nn.Module, parameters: dict[str, Tensor], inputs: Any) -> None:
         """Set the statistics of batch normalisation to those of some inputs."""
         with forget_statistics([module.get_submodule(name) for name in self.normalised]):
-            for inputs in batches:
-                self.forward(module, parameters, inputs)
+            self.forward(module, parameters, inputs)
 
-    def loaded(self, vector: Tensor, batches: Sequence[Any]) -> nn.Module:
-        """Return a copy of the module with the parameters `vector` (d,), its statistics those of `batches`."""
+    def loaded(self, vector: Tensor, inputs: Any = None) -> nn.Module:
+        """Return a copy of the module with the parameters `vector` (d,), its statistics those of `inputs`."""
         module, parameters = copy.deepcopy(self.module), self.views(vector.detach())
         with torch.no_grad():
             for name, parameter in module.named_parameters():
@@ -223,7 +256,7 @@ class Model:
                     parameter.copy_(parameters[name])
             if self.normalised:
                 modes = {m: m.training for m in module.modules()}
-                self.calibrate(module.eval(), parameters, batches)
+                self.calibrate(module.eval(), parameters, inputs)
                 for part, mode in modes.items():
                     part.training = mode
         return module
@@ -233,10 +266,10 @@ class Model:
         return output.to(self.start.dtype) if isinstance(output, Tensor) and output.is_floating_point() else output
 
 
-def joined(outputs: list[Any]) -> Any:
-    """Return the outputs of several calls as those of one."""
-    if isinstance(outputs[0], Tensor):
-        return torch.cat(outputs)
-    if isinstance(outputs[0], dict):
-        return {key: torch.cat([part[key] for part in outputs]) for key in outputs[0]}
-    return tuple(map(torch.cat, zip(*outputs)))
+def joined(parts: list[Any]) -> Any:
+    """Return the inputs or outputs of several calls as those of one."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    if isinstance(parts[0], Mapping):
+        return {key: joined([part[key] for part in parts]) for key in parts[0]}
+    return tuple(joined(list(each)) for each in zip(*parts)) if isinstance(parts[0], tuple | list) else parts[0]

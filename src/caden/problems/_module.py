@@ -23,14 +23,14 @@ from caden.core import Problem
 from caden.data import Held, Shard, leaves, over
 from caden.draws import batch, randomness
 from caden.errors import CadenError, require_choice
-from caden.problems._model import Model, Training, joined, part_of
+from caden.problems._model import Model, Training, ignored_target, joined, part_of
 from caden.problems._perceptron import Perceptron
 from caden.problems._traced import Traced
 
 _Gradients = Callable[[Tensor, Any, Tensor], tuple[Tensor, Tensor]]  # of some agents' rows, with stacked samples
 
 _CHUNK = 16 << 20  # bytes of input per call, so the activations of a large shard do not all exist at the same time
-_KEPT = 128 << 20  # bytes per call that are kept for the backward pass; token numbers are small, their activations not
+_KEPT = 128 << 20  # bytes per call and thread kept for the backward pass; token numbers are small, activations not
 _LARGE = 1 << 26  # samples times parameters of an agent from which a separate call per agent costs nothing
 _SMALL = 1 << 20  # samples times parameters of all agents up to which computing takes less time than calling
 _GLANCE = 400  # test samples of the metrics of a round, if there are mini-batches
@@ -154,8 +154,12 @@ class Module(Problem):
             return whole
         if microbatch is not None:
             return microbatch
+        # A mini-batch is computed as it is: who wants parts of it says `microbatch`.
+        least = max(64, self.training.batch_size or 0)
+        if whole <= least:
+            return whole
         size: int = sum(t[0].numel() * t.element_size() for t in inputs)
-        return min(whole, max(64, min(_CHUNK // size, _KEPT // max(1, self.model.bytes_per_sample()))))
+        return min(whole, max(least, min(_CHUNK // size, _KEPT // self.model.bytes_per_sample())))
 
     # Data.
 
@@ -211,14 +215,27 @@ class Module(Problem):
         if self.lazy and self._drawn is None:  # not all at once
             count = self.shards[agent].count
             for a in range(0, count, self.chunk):
-                yield *self._read(agent, slice(a, a + self.chunk)), min(self.chunk, count - a) / count
+                inputs, targets = self._read(agent, slice(a, a + self.chunk))
+                if self.chunk < count:
+                    self._require_all_targets(targets)
+                yield inputs, targets, min(self.chunk, count - a) / count
             return
         samples = Held(*(over(part, aligned) for part in self.batch(agent)))
         if samples.count <= self.chunk:
             yield samples.inputs, samples.targets, 1.0
             return
+        self._require_all_targets(samples.targets)
         for a in range(0, samples.count, self.chunk):
             yield *samples.read(slice(a, a + self.chunk)), min(self.chunk, samples.count - a) / samples.count
+
+    def _require_all_targets(self, targets: Any) -> None:
+        """Refuse to compute a loss in parts if its mean leaves out some targets."""
+        ignored = ignored_target(self.training.loss)
+        if ignored is not None and any(bool((t == ignored).any()) for t in leaves(targets)):
+            raise CadenError(
+                f"Targets of {ignored} are left out of the loss, whose parts then have other weights than the whole: "
+                "set `loss_is_mean=False`, and no `microbatch`."
+            )
 
     # Values and gradients.
 
@@ -303,7 +320,9 @@ class Module(Problem):
             if chosen == list(range(len(members))):
                 values, flat = self._batch(rows, inputs, targets)
             elif targets.shape[1] * len(members) * self.dim < _SMALL:  # others cost nothing, other shapes do
-                everyone = x.new_zeros(len(members), self.dim).index_copy_(0, torch.tensor(chosen), rows)
+                everyone = x.new_zeros(len(members), self.dim).index_copy_(
+                    0, torch.tensor(chosen, device=x.device), rows
+                )
                 values, flat = (part[chosen] for part in self._batch(everyone, inputs, targets))
             else:
                 values, flat = self._some(rows, *part_of((inputs, targets), chosen))
@@ -356,15 +375,18 @@ class Module(Problem):
         run_in_threads(evaluate_row, range(len(x)))
         return values
 
-    def _calibration(self, agents: Sequence[int]) -> list[Any]:
-        """Return a fixed sample of the agents' training inputs, for the statistics of batch normalisation."""
+    def _calibration(self, agents: Sequence[int]) -> Any:
+        """Return a fixed sample of the agents' training inputs, for the statistics of batch normalisation.
+
+        One batch for all agents: the variance of agents that differ is more than the mean of their variances.
+        """
         each = max(2, -(-_CALIBRATION // len(agents)))
         chosen = [batch(self.training.seed, -1, 0, self.ids[a], self.shards[a].count, each) for a in agents]
-        return [self._read(agent, some)[0] for agent, some in zip(agents, chosen)]
+        return joined([self._read(agent, some)[0] for agent, some in zip(agents, chosen)])
 
     def module(self, vector: Tensor) -> nn.Module:
         """Return a copy of the model with the parameters `vector` (d,)."""
-        return self.model.loaded(vector, self._calibration(range(self.agents)) if self.model.normalised else [])
+        return self.model.loaded(vector, self._calibration(range(self.agents)) if self.model.normalised else None)
 
     def state_dict(self, vector: Tensor) -> dict[str, Tensor]:
         return self.module(vector).state_dict()

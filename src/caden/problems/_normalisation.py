@@ -22,7 +22,7 @@ def keeps_statistics(model: nn.Module) -> list[str]:
 
 @contextmanager
 def forget_statistics(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace the layers' statistics by the mean over the batches that pass within the block."""
+    """Replace the layers' statistics by those of the batch that passes within the block."""
     momenta: list[Any] = [layer.momentum for layer in layers]
     for layer in layers:
         layer.reset_running_stats()  # type: ignore[operator]

@@ -19,6 +19,7 @@ class _Place(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
+    device: torch.device
     is_tensor: bool
 
 
@@ -41,7 +42,7 @@ def _described(tree: Any, together: bool) -> Any:
         )
     value = torch.as_tensor(tree, dtype=torch.float64 if isinstance(tree, float) else None)
     shape = value.shape[1:] if together and value.ndim else value.shape
-    return _Place(shape, value.dtype, isinstance(tree, Tensor))
+    return _Place(shape, value.dtype, value.device, isinstance(tree, Tensor))
 
 
 def _matched(described: Any, tree: Any) -> Iterator[tuple[_Place, Any]]:
@@ -71,6 +72,8 @@ class Team:
         parts = [self.values] if together else _views(self.values[0], shapes)
         self.parameters, self._together = [nn.Parameter(part) for part in parts], together
         self.optimizers = build(self.parameters)
+        if not all("lr" in group for optimizer in self.optimizers for group in optimizer.param_groups):
+            raise CadenError("This optimizer cannot be a local solver: its groups have no learning rate `lr`.")
         self._rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
 
     def _states(self) -> list[dict[str, Any]]:
@@ -100,10 +103,14 @@ class Team:
         others = [one for one in self.optimizers if not type(one).__module__.startswith("torch.optim")]
         return [group for optimizer in others for group in optimizer.param_groups]
 
+    def _trees(self) -> list[dict[str, Any]]:
+        """Return the state of each parameter, then the numbers of each group."""
+        numbers = [{k: v for k, v in g.items() if isinstance(v, int | float) and k != "lr"} for g in self._groups()]
+        return [*self._states(), *numbers]
+
     def layout(self) -> Layout:
         """Return what the optimizers keep, after a step."""
-        numbers = [{k: v for k, v in g.items() if isinstance(v, int | float) and k != "lr"} for g in self._groups()]
-        trees = [_described(tree, self._together) for tree in [*self._states(), *numbers]]
+        trees = [_described(tree, self._together) for tree in self._trees()]
         return Layout(trees, [place for tree in trees for place, _ in _matched(tree, tree)])
 
     def load(self, layout: Layout, slots: Tensor) -> None:
@@ -118,7 +125,7 @@ class Team:
             group |= {k: v for k, v in new.items() if k not in group or v != slots.new_tensor(group[k]).item()}
 
     def _value(self, place: _Place, part: Tensor) -> Any:
-        value = part.to(place.dtype, copy=True)
+        value = part.to(place.device, place.dtype, copy=True)
         if self._together and place.shape:
             value = value.view(len(self.rows), *place.shape)
         else:  # one agent, or a number that all of them share, such as the count of steps
@@ -128,7 +135,11 @@ class Team:
     def slots(self, layout: Layout, like: Tensor) -> Tensor:
         """Return the state as (g, n) numbers."""
         count, parts = len(self.rows), []
-        for described, tree in zip(layout.trees, [*self._states(), *self._groups()]):
+        if [p.shape for p in self.layout().places] != [p.shape for p in layout.places]:
+            raise CadenError(
+                "This optimizer keeps other state after later steps than after its first: set carry=False."
+            )
+        for described, tree in zip(layout.trees, self._trees()):
             for place, number in _matched(described, tree):
                 value = torch.as_tensor(number, dtype=like.dtype, device=like.device)
                 together = self._together and bool(place.shape)
