@@ -908,6 +908,7 @@ def test_metrics_in_between_are_cheap_and_the_last_row_is_complete():
     assert history.objective.isna().all() and history.relative_error.isna().all()
     every = 9  # 40 test samples / 3 / batches of 8 / 2 steps, for a tenth of the time
     assert list(history["round"][history.accuracy.notna()]) == [0, every, 2 * every, 20]
+    assert list(history.test_samples) == [40 if t % every == 0 or t == 20 else 0 for t in range(21)]
     assert history.batch_loss.iloc[1:].notna().all() and history.consensus.notna().all()
     exact = caden.simulate(method, problem, graphs.ring(3), 20, local_steps=2, metrics="exact")
     assert exact.history.relative_error.notna().all() and torch.equal(exact.x, result.x)

@@ -244,6 +244,7 @@ class Problem:
     execution: str = ""  # "loop" or "turns": agents are evaluated one by one, so one may run ahead of the others
     waited: list[float] | None = None  # seconds spent waiting for samples so far, if they are read when they are used
     metric_names: Sequence[str] = ()  # of `evaluate`, if `glance` has a cost
+    tests: tuple[int, int] = (0, 0)  # test samples of `evaluate` and of `glance`, if `glance` has a cost
     metrics_cost: float = 0.0  # of `glance` per agent, in gradients of the functions of a round
     ended: bool = False  # True: no more gradients come, since a training loop has ended, and so the run ends
     stochastic: bool = False  # True: the functions of one draw, such as a mini-batch, and not those to be minimised

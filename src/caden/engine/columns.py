@@ -51,6 +51,7 @@ COLUMNS = {
     "participation": Column("rounds taken part in, mean", ".1%"),
     "participation_least": Column("rounds taken part in, least", ".1%"),
     "wire_bytes": Column("bytes sent between processes", ","),
+    "test_samples": Column("test samples measured", ","),
     "read_seconds": Column("seconds waiting for data", ".2f"),
     "mu_z": Column("mu_z", ".4g"),
     "outside": Column("conditions that the method does not survive", ","),

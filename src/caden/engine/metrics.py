@@ -77,12 +77,18 @@ def batch_loss(losses: Tensor | None, gather: Gather | None = None) -> float | N
 
 
 def on_test_data(run: Run, everything: bool, gather: Gather | None = None) -> dict[str, float | None]:
-    """Return the mean metrics of the test data; None in rounds that do not measure them."""
+    """Return the mean metrics of the test data; None in rounds that do not measure them.
+
+    With mini-batches, `test_samples` says how many samples they are of.
+    """
     problem, x = run.problem.whole, run.state.x
+    samples = problem.tests[0 if everything else 1] if everything or run.tested else 0
+    known: dict[str, float | None] = {"test_samples": samples} if run.problem.stochastic and problem.tests[0] else {}
     if everything:
         metrics = problem.evaluate(x)
     elif run.tested:
         metrics = problem.glance(x)
     else:
-        return dict.fromkeys(problem.metric_names)
-    return {name: float((values if gather is None else gather(values)).mean()) for name, values in metrics.items()}
+        return dict.fromkeys(problem.metric_names) | known
+    gathered = {name: values if gather is None else gather(values) for name, values in metrics.items()}
+    return {name: float(values.mean()) for name, values in gathered.items()} | known

@@ -104,7 +104,8 @@ class Module(Problem):
         self._require_labels()
         self.metric_names = () if test is None else tuple(training.metrics)
         # The test samples of `glance` are forward passes only, a third of a gradient.
-        tested = 0 if test is None else min(test.count, _GLANCE) + (_CALIBRATION if self.model.normalised else 0)
+        self.tests = (0, 0) if test is None else (test.count, min(test.count, _GLANCE))
+        tested = self.tests[1] + (_CALIBRATION if self.tests[1] and self.model.normalised else 0)
         self.metrics_cost = tested / 3 / (training.batch_size or training.typical)
 
     def _require_labels(self) -> None:
@@ -347,14 +348,14 @@ class Module(Problem):
 
     def evaluate(self, x: Tensor) -> dict[str, Tensor]:
         """Return the metrics of each row's model on the test data."""
-        return self._tested(x, None if self.test is None else self.test.count)
+        return self._tested(x, self.tests[0])
 
     def glance(self, x: Tensor) -> dict[str, Tensor]:
         """Return the metrics on a fixed sample of the test data."""
-        return self._tested(x, None if self.test is None else min(self.test.count, _GLANCE))
+        return self._tested(x, self.tests[1])
 
-    def _tested(self, x: Tensor, count: int | None) -> dict[str, Tensor]:
-        if self.test is None or count is None:
+    def _tested(self, x: Tensor, count: int) -> dict[str, Tensor]:
+        if self.test is None:
             return {}
         values, held = {name: x.new_empty(len(x)) for name in self.training.metrics}, self.test
         if count < held.count:
