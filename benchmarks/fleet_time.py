@@ -149,12 +149,16 @@ def processors(shares: list[float]) -> Iterator[list[Path]]:
 
 @contextmanager
 def awake() -> Iterator[None]:
-    """Keep all processors busy with processes of the lowest priority.
+    """Keep all processors and their caches busy with processes of the lowest priority.
 
-    A processor that idles between two slices falls asleep, and the next slice of 2 ms is over before it is fast again.
-    In the fleet other peers keep it awake; while one host is measured, nobody would.
+    In the fleet, other peers compute between two slices of a host, so it finds a fast processor and cold caches. While
+    one host is measured alone, the processor would fall asleep, and the caches stay warm.
     """
-    busy = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+    busy = (
+        "import os, numpy; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
+        "numbers = numpy.ones(1 << 20)\n"
+        "while True: numbers += 1"
+    )
     processes = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(os.cpu_count() or 1)]
     try:
         yield
@@ -312,10 +316,9 @@ def main() -> int:
         processors(shares) as groups,
         awake(),
     ):
-        clock = None
         for mode in options.modes:
             file = fleet_file(Path(folder), mode, options)
-            clock = calibrate(names, groups, file) if clock is None else clock
+            clock = calibrate(names, groups, file)
             expected = predict(file, mode, clock, options.target)
             took = run_fleet(names, groups, file, mode, options.target)
             print(f"{mode}: measured {took:.2f} s, predicted {expected:.2f} s, ratio {expected / took:.3f}", flush=True)

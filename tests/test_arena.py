@@ -7,6 +7,7 @@ import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 from typer.testing import CliRunner
@@ -18,6 +19,7 @@ from caden.arena._statistics import Pair, holm
 from caden.arena._suite import excluded
 from caden.cli import app
 from caden.engine.statistics import median
+from caden.experiments.tune import space_of
 from caden.methods import CARDS, METHODS
 
 INF = math.inf
@@ -179,7 +181,16 @@ def test_a_tournament_ranks_methods_and_says_who_did_not_reach_the_goal(tourname
     assert found["low"] <= found["median"] <= found["high"] and found["n"] == 3
     if cells["gt"]["reached"]:
         assert found["median"] < cells["gt"]["communications"]["median"]
-    for name in ("entries", "excluded", "pairs", "winners_time", "profiles_bytes"):
+    table = pd.read_csv(out / "tables" / "winners_communications.csv")
+    assert "place of mine" in table.columns and table["place of mine"].notna().all()
+    data = pd.read_csv(out / "tables" / "data_profiles.csv").set_index("method")
+    for method, cell in cells.items():
+        for budget in (5, 10, 20, 50, 100, 200):
+            found, most = cell["communications"], budget * 74  # 37 edges in both directions
+            if found is not None and not found["low"] <= most < found["high"]:  # all three seeds are on one side
+                assert data.loc[method, f"within {budget}"] == ("100%" if found["high"] <= most else "0%")
+    assert data.loc["dgd", "solved"] == "0%" and set(data["n"]) == {3}
+    for name in ("entries", "excluded", "pairs", "winners_time", "profiles_bytes", "data_profiles"):
         for kind in ("csv", "tex", "md"):
             assert (out / "tables" / f"{name}.{kind}").exists()
 
@@ -240,6 +251,35 @@ def test_a_method_that_breaks_is_listed_and_does_not_end_the_arena(tmp_path):
         if row["method"].endswith("broken")
     ]
     assert reason == "ZeroDivisionError: of its own making"
+
+
+def test_a_broken_method_does_not_exclude_the_others(tmp_path):
+    """It is the only one that the condition admits."""
+    file = tmp_path / "broken.py"
+    file.write_text("def broken():\n    raise ZeroDivisionError('of its own making')\n")
+    words = ["--problems", "quadratic_10", "--graphs", "ring", "--conditions", "loss", "--only", "gt"]
+    words += ["--method", f"{file}:broken", "--out", str(tmp_path / "a"), "--jobs", "1", "--json"]
+    result = CliRunner().invoke(app, ["arena", *words])
+    reasons = {
+        row["method"].rpartition(":")[2]: row["reason"]
+        for row in json.loads(result.stdout.splitlines()[-1])["excluded"]
+    }
+    assert reasons["broken"] == "ZeroDivisionError: of its own making" and "lost messages" in reasons["gt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("from caden.methods import gt as own\nown.space = [0.1]\n", "must be a dictionary of parameters"),
+        ("def own(:\n", "SyntaxError: invalid syntax"),
+        ("1 / 0\n", "ZeroDivisionError: division by zero"),
+        ("own = max\n", "no function with named parameters"),
+    ],
+)
+def test_a_file_that_holds_no_method_gets_one_line(tmp_path, text, message):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(CadenError, match=message):
+        space_of(f"{tmp_path / 'mine.py'}:own", needed=False)
 
 
 def test_changed_code_of_a_method_is_measured_again(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from caden._tensor import compiled
 from caden.cli import app
 from caden.cli.study import BENCHMARKS
 from caden.errors import RunError
@@ -21,6 +22,20 @@ def test_small_cases_pass_their_gates_and_give_ratios(monkeypatch):
 
 def test_the_command_names_every_part():
     assert set(BENCHMARKS) == set(bench.PARTS)
+
+
+@pytest.mark.parametrize("condition", bench.CONDITIONS)
+def test_many_agents_are_measured(condition, monkeypatch):
+    monkeypatch.setattr(bench, "keep_freed_memory", lambda: None)  # for a process of its own
+    monkeypatch.setattr(bench.torch, "set_num_threads", lambda count: None)
+    started, memory, seconds = bench._huge(60, 4, bench.CONDITIONS[condition], 2, 1)
+    assert started > 0 and memory >= 0 and len(seconds) == 2 and min(seconds) > 0
+
+
+@pytest.mark.skipif(not compiled.installed(), reason="needs numba")
+def test_compiled_loops_are_measured_against_torch():
+    found = list(bench.against_torch(1))
+    assert len(found) >= 2 and all(min(m.ratios) > 0 for m in found)
 
 
 def test_a_gate_notices_another_function():

@@ -70,7 +70,12 @@ def generator_states() -> tuple[object, ...]:
     """Return the states of all generators, to be compared: they differ if anything was drawn in between."""
     numpy: Any = np.random.get_state()  # noqa: NPY002
     on_gpu = torch.cuda.get_rng_state_all() if _uses_gpus() else []
-    return random.getstate(), numpy[1].tobytes(), numpy[2:], *(s.numpy().tobytes() for s in [torch.get_rng_state(), *on_gpu])
+    return (
+        random.getstate(),
+        numpy[1].tobytes(),
+        numpy[2:],
+        *(s.numpy().tobytes() for s in [torch.get_rng_state(), *on_gpu]),
+    )
 
 
 @contextmanager

@@ -58,8 +58,11 @@ def load_object(name: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, attribute)
-    except (ImportError, AttributeError, ValueError, OSError) as error:
-        raise CadenError(f"Cannot load {name!r}: {error}.") from None
+    except CadenError:
+        raise
+    except Exception as error:  # of code outside caden
+        kind = "" if isinstance(error, ImportError | AttributeError | OSError) else f"{type(error).__name__}: "
+        raise CadenError(f"Cannot load {name!r}: {kind}{str(error).splitlines()[0] if str(error) else ''}.") from None
 
 
 def factory(

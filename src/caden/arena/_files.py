@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pandas as pd
 from caden.arena._figure import draw_profiles
 from caden.arena._outcomes import EFFORTS
 from caden.arena._page import html, subject_of
-from caden.arena._statistics import Pair, paired, profile, ratio
+from caden.arena._statistics import Pair, data_profile, paired, profile, ratio
 from caden.arena._suite import Suite
 from caden.arena._tournament import Entry, Standings
 from caden.engine.run_directory import environment, jsonable
@@ -21,6 +22,7 @@ from caden.report.model import Table
 from caden.report.tables import write_table
 
 RATIOS = (1.0, 1.5, 2.0, 4.0, 8.0)  # of the best cost, in the table of profiles
+BUDGETS = (5, 10, 20, 50, 100, 200)  # messages over every arc, in the table of data profiles
 
 
 def _interval(cost: Median | None) -> str:
@@ -51,14 +53,28 @@ def winners(standings: Standings, effort: str = "communications", of: str = "cad
 
 def profiles(standings: Standings, effort: str = "communications") -> pd.DataFrame:
     """Return for each method the share of its instances solved within some multiples of the best effort."""
-    columns = ["method", *(f"within {t:g}x" for t in RATIOS), "solved", "n"]
+    return _shares(profile(standings.costs(effort)), {f"within {t:g}x": t for t in RATIOS}, "within 2x")
+
+
+def data_profiles(standings: Standings, suite: Suite) -> pd.DataFrame:
+    """Return for each method the share of its instances solved with at most so many messages over every arc."""
+    arcs: dict[str, float] = {}
+    for cell in dict.fromkeys(entry.cell for entry in standings.entries):
+        config = suite.experiment(cell, "caden")
+        count = 2 * len(config.build_graph(config.problem["agents"]).edges)
+        arcs |= {f"{cell}/{seed}": count for seed, _ in enumerate(suite.seeds)}
+    return _shares(data_profile(standings.costs(), arcs), {f"within {b}": b for b in BUDGETS}, "within 50")
+
+
+def _shares(values: Mapping[str, Sequence[float]], limits: Mapping[str, float], by: str) -> pd.DataFrame:
+    """Return for each method the shares of its values within limits, sorted by one of them."""
     rows = []
-    for method, ratios in profile(standings.costs(effort)).items():
-        shares = [sum(r <= t for r in ratios) / len(ratios) for t in RATIOS]
-        solved = sum(map(math.isfinite, ratios)) / len(ratios)
-        rows.append((method, *(f"{share:.0%}" for share in (*shares, solved)), len(ratios)))
-    table = pd.DataFrame(rows, columns=columns)
-    return table.sort_values(["within 2x", "method"], key=_sortable, ascending=[False, True])
+    for method, line in values.items():
+        shares = [sum(v <= limit for v in line) / len(line) for limit in limits.values()]
+        solved = sum(map(math.isfinite, line)) / len(line)
+        rows.append((method, *(f"{share:.0%}" for share in (*shares, solved)), len(line)))
+    table = pd.DataFrame(rows, columns=["method", *limits, "solved", "n"])
+    return table.sort_values([by, "method"], key=_sortable, ascending=[False, True])
 
 
 def _sortable(column: pd.Series[Any]) -> pd.Series[Any]:
@@ -101,7 +117,7 @@ def write(standings: Standings, suite: Suite, folder: Path, mode: str = "") -> d
     if standings.entries:
         first = subject_of(standings)
         draw_profiles(standings, folder / "profiles.png")
-        tables |= {"pairs": pairs(standings, first)}
+        tables |= {"pairs": pairs(standings, first), "data_profiles": data_profiles(standings, suite)}
         for effort in EFFORTS:
             tables |= {
                 f"winners_{effort}": winners(standings, effort, first),

@@ -11,6 +11,7 @@ from caden.arena._statistics import paired
 from caden.arena._suite import Suite
 from caden.arena._tournament import Entry, Standings
 from caden.engine.run_directory import environment
+from caden.methods import CARDS
 from caden.report.page import script_json
 
 
@@ -32,8 +33,10 @@ def html(standings: Standings, suite: Suite, mode: str = "") -> str:
 
 
 def subject_of(standings: Standings) -> str:
-    """Return the method whose places are shown: CADEN, or the first if it does not take part."""
+    """Return the method whose places are shown: one from a file, else CADEN, else the first that takes part."""
     methods = dict.fromkeys(entry.method for entry in standings.entries)
+    if own := next((method for method in methods if method not in CARDS), None):
+        return own
     return "caden" if "caden" in methods or not methods else next(iter(methods))
 
 

@@ -30,6 +30,17 @@ def profile(costs: Mapping[str, Mapping[str, float]]) -> dict[str, list[float]]:
     return {method: sorted(ratio(cost, best[i]) for i, cost in line.items()) for method, line in costs.items()}
 
 
+def data_profile(costs: Mapping[str, Mapping[str, float]], units: Mapping[str, float]) -> dict[str, list[float]]:
+    """Return data profiles (Moré and Wild, SIAM J. Optim. 2009): {method: cost / unit of the instance, sorted}.
+
+    `units` is {instance: cost of one unit}, such as one message over every arc.
+
+    >>> data_profile({"a": {"p": 6.0, "q": 4.0}}, {"p": 2.0, "q": 4.0})
+    {'a': [1.0, 3.0]}
+    """
+    return {method: sorted(cost / units[i] for i, cost in line.items()) for method, line in costs.items()}
+
+
 def ratio(cost: float, best: float) -> float:
     """Return how much more was spent than the best, at least 1; infinite if the goal was not reached."""
     return max(1.0, cost / best) if math.isfinite(cost) else math.inf

@@ -56,6 +56,7 @@ class Entry(NamedTuple):
             "server": self.server,
             "reached": efforts[EFFORTS[0]] is not None,
             "seeds_reached": sum(o.reached for o in self.outcomes),
+            "refused": {str(seed): o.refused for seed, o in enumerate(self.outcomes) if o.refused},
             **{name: None if cost is None else cost._asdict() for name, cost in efforts.items()},
             "parameters": self.parameters,
         }
@@ -147,7 +148,10 @@ def _hold_cell(
     if not configs:
         return [], left_out
     try:
-        trial = held_out(next(iter(configs.values())).model_copy(update={"seed": suite.tuning_seed}))
+        anyone = next(iter(configs.values())).model_copy(
+            update={"seed": suite.tuning_seed, "method": {"name": "caden"}}
+        )
+        trial = held_out(anyone)
         facts = outcomes.facts(trial, lambda: _facts(builder, trial))
     except Interrupted:
         raise

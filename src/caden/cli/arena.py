@@ -41,7 +41,7 @@ def arena(
     """
     from rich.console import Console
 
-    from caden.arena import Outcomes, chosen, estimate, hold, load_suite, missing, profiles, winners, write
+    from caden.arena import Outcomes, chosen, estimate, hold, load_suite, missing, profiles, subject_of, winners, write
     from caden.cli import show
     from caden.engine.progress import CountBar
     from caden.errors import require_choice, require_integer
@@ -82,7 +82,10 @@ def arena(
         show.as_json(document)
         return
     seeds = f"median of n = {len(suite.seeds)} seeds"
-    _print(winners(standings).drop(columns=["reached", "n"]), f"fewest communications to the goal, {seeds}")
+    _print(
+        winners(standings, of=subject_of(standings)).drop(columns=["reached", "n"]),
+        f"fewest communications to the goal, {seeds}",
+    )
     _print(profiles(standings), "share of instances (cells x seeds) solved within multiples of the best")
     show.path("page", out / "arena.html")
     show.path("tables", out / "tables")

@@ -17,7 +17,7 @@ Jobs = Annotated[
 ]
 JOBS = min(4, os.cpu_count() or 1)
 KINDS = ("methods", "problems", "graphs", "solvers", "schedules", "partitions", "data")
-BENCHMARKS = ("many", "networks", "paper", "small")
+BENCHMARKS = ("many", "million", "networks", "paper", "small")
 
 
 def theory(file: File = None, settings: Settings = None, no_code: NoCode = False, as_json: Json = False) -> None:

@@ -282,6 +282,16 @@ def huge(repeats: int, agents: int = 100_000, dim: int = 100) -> Iterator[Measur
         yield Measure(f"{title}: time per edge, over 1,000 agents", [a / b for a, b in zip(seconds, few)], "< 1.5")
 
 
+def million(repeats: int) -> Iterator[Measure]:
+    """Measure a million agents with 10 parameters, all awake."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = pool.apply(_huge, (1_000_000, 10, {}, repeats, torch.get_num_threads()))
+    started, memory, seconds = found
+    yield Measure("a million agents: seconds to start", [started], "< 600")
+    yield Measure("a million agents: memory, of the state", [memory], "< 3")
+    yield Measure("a million agents: seconds per round", [2_000_000 * s for s in seconds], "< 60")
+
+
 def _huge(
     agents: int, dim: int, conditions: dict[str, Any], repeats: int, threads: int
 ) -> tuple[float, float, list[float]]:
@@ -369,6 +379,7 @@ def networks(repeats: int) -> Iterator[Measure]:
 
 PARTS: dict[str, Callable[[int], Iterator[Measure]]] = {
     "many": many,
+    "million": million,
     "networks": networks,
     "paper": paper,
     "small": lambda repeats: chain(small(repeats), against_torch(repeats) if compiled.installed() else ()),

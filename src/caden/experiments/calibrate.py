@@ -1,8 +1,8 @@
 """Measure a machine and a link, for the simulator's clock.
 
 A machine: one agent of an experiment makes its steps as a peer does, with checkpoints and metrics, first alone and then
-as a real peer, whose neighbours are another process on this machine. What the links cost is the additional processor
-time: time itself would be that of both processes.
+as a real peer of its fleet's mode, whose neighbours are another process on this machine. What the links cost is the
+additional processor time: time itself would be that of both processes.
 
 A link: `answer` listens on one machine, and `measure_link` on another asks it for some bytes over TCP, one connection
 for all. Half of the shortest round trip is the latency.
@@ -37,7 +37,8 @@ from caden.experiments.config import Experiment
 from caden.experiments.peer import prepare_peer, run_peer
 from caden.networks.peers.fleet import FORMAT, Fleet, free_ports
 from caden.networks.peers.link import ZenohLink
-from caden.networks.peers.transports import LANES, Received
+from caden.networks.peers.transports import HEADER, LANES, Received
+from caden.networks.peers.wire import LIFE
 
 LARGEST = 1 << 26  # bytes that one request may ask for
 PINGS = 10
@@ -88,10 +89,18 @@ class _Mirror(ZenohLink):
         version = -1
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._announced[agent] > version)  # noqa: B023
-                version = self._announced[agent]
-            self.report_progress(version // LANES)
-            self.publish(version, {agent: self.wait(agent, version, self._like)})
+                if self._free:
+                    self._changed.wait_for(lambda: agent in self._unread)
+                else:
+                    self._changed.wait_for(lambda: self._announced[agent] > version)  # noqa: B023
+                    version = self._announced[agent]
+            if self._free:
+                version, row, _ = self.read(0)[agent]
+                self.report_progress(version % LIFE)
+            else:
+                row = self.wait(agent, version, self._like)
+                self.report_progress(version // LANES)
+            self.publish(version, {agent: row})
 
 
 def _mirror(config: Experiment, agent: int, like: Tensor, ready: Any) -> None:
@@ -137,7 +146,8 @@ def measure_machine(config: Experiment, agent: int = 0, steps: int = 20) -> Mach
     with ExitStack() as stack:
         links = importlib.util.find_spec("zenoh") is not None  # otherwise the extra "peers" is missing
         if links:  # first: starting a process takes a while
-            stack.enter_context(_neighbours(config, agent, torch.empty(problem.dim, dtype=problem.dtype)))
+            width = problem.dim + (HEADER if config.fleet["mode"] == "free" else 0)
+            stack.enter_context(_neighbours(config, agent, torch.empty(width, dtype=problem.dtype)))
         alone = _alone(config, agent, built)
         processor = _processor_time_with_links(config, agent) if links else alone.processor
     linking = max(processor - alone.processor, 0.0) * alone.seconds / alone.processor
@@ -146,9 +156,10 @@ def measure_machine(config: Experiment, agent: int = 0, steps: int = 20) -> Mach
 
 
 def _as_peers(config: Experiment, agents: int, rounds: int) -> Experiment:
-    """Return an experiment of peers on this machine, always awake, without early ends."""
+    """Return an experiment of peers on this machine, always awake, without early ends; in the mode of its fleet."""
     endpoints = [f"tcp/127.0.0.1:{port}" for port in free_ports(agents)]
-    fleet = {"format": FORMAT, "name": f"measure-{secrets.token_hex(3)}", "mode": "lockstep", "endpoints": endpoints}
+    mode = Fleet.of(config).mode if config.fleet else "lockstep"
+    fleet = {"format": FORMAT, "name": f"measure-{secrets.token_hex(3)}", "mode": mode, "endpoints": endpoints}
     messages = {k: v for k, v in config.messages.items() if k in ("top", "bits", "trigger")}
     changes = {"participation": 1.0, "links": 1.0, "clock": None, "tolerance": None, "warmup": {"steps": 0}}
     return config.model_copy(update={**changes, "messages": messages, "fleet": fleet, "rounds": rounds})

@@ -43,7 +43,10 @@ def space_of(method: str, given: Mapping[str, Any] = {}, needed: bool = True) ->
     space = dict(given) or (dict(CARDS[method].space) if method in CARDS else {})
     if not space:
         function = factory("method", METHODS, {"name": method})
-        space, signature = dict(getattr(function, "space", {})), inspect.signature(function)
+        own, signature = getattr(function, "space", {}), _signature(method, function)
+        if not isinstance(own, Mapping):
+            raise CadenError(f"The attribute `space` of {method} must be a dictionary of parameters, got {own!r}.")
+        space = dict(own)
     if not space:
         numbers = [(k, p.default) for k, p in signature.parameters.items() if isinstance(p.default, float)]
         numbers = [(k, v) for k, v in numbers if v > 0]
@@ -61,6 +64,13 @@ def space_of(method: str, given: Mapping[str, Any] = {}, needed: bool = True) ->
             raise CadenError(f"`tune.{method}.{name}` must be a range {{low, high, unit}} or a list, got {entry!r}.")
     factory("method", METHODS, {"name": method, **space})
     return space
+
+
+def _signature(method: str, function: Any) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        raise CadenError(f"{method} is no function with named parameters that makes a method.") from None
 
 
 _UNITS = ("L", "1/L")

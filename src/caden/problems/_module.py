@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from caden._tensor.parallel import AGENT_LOOPS, run_in_threads
 from caden._tensor.rows import aligned, row_numbers, rows_separately, take_rows
@@ -334,7 +335,8 @@ class Module(Problem):
         for a, agent in enumerate(row_numbers(rows, self.agents)):
             inputs, targets = (over(part, aligned) for part in self.batch(agent))
             row = aligned(x[a]).detach().requires_grad_()
-            with torch.enable_grad(), self._masks(agent):
+            # Fused attention has no second derivatives.
+            with torch.enable_grad(), self._masks(agent), sdpa_kernel(SDPBackend.MATH):
                 loss = self.model.function(exact=self._drawn is None)(self.model.views(row), inputs, targets)
                 slope = torch.autograd.grad(loss, row, create_graph=True)[0]
             out[a] = torch.autograd.grad(slope, row, v[a])[0] * self.scale[agent]
