@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -519,6 +522,17 @@ def test_variance_reduction_removes_the_error_of_mini_batches():
         errors[method.name] = float(gradient + (x - x.mean(0)).norm())
     assert errors["lt_admm_vr"] < 1e-6
     assert errors["lt_admm"] > 1e-2
+
+
+CLAIMS = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "claims.py"))["CLAIMS"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # conditions that the other side does not survive
+@pytest.mark.parametrize("name", CLAIMS)
+def test_what_a_rivals_paper_claims_holds(name):
+    """The figures are in docs/methods.md."""
+    assert CLAIMS[name]().holds
 
 
 # Options of others.

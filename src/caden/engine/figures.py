@@ -115,7 +115,9 @@ def picture(figures: Sequence[Figure], title: str = "") -> Any:
         axis.set_visible(False)
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     if 1 < len(handles) <= 14:  # more names would leave no room; the page has them all
-        drawing.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=9)
+        entry = 45 + 5 * max(map(len, handles))  # points, about
+        columns = max(1, min(4, len(handles), int(72 * drawing.get_figwidth() / entry)))
+        drawing.legend(handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=9)
     if title:
         drawing.suptitle(title, fontsize=12)
     return drawing
