@@ -9,6 +9,7 @@ import pandas as pd
 
 from caden.engine.figures import Figure
 from caden.engine.run_directory import Record
+from caden.engine.statistics import median
 from caden.engine.warmup import start_point
 from caden.report import Report, Section, Table, graph_of, parameters, provenance, results, running_mean, setting
 from caden.reproduce._plan import METHODS, PUBLISHED, RIVALS, Plan
@@ -329,7 +330,10 @@ def _seeds(plan: Plan) -> list[Section]:
     groups = {name: [first[name], *records] for name, records in others.items()}
     took = {name: [t if t <= short else math.inf for t in map(_took, group)] for name, group in groups.items()}
     spread = ", ".join(f"{n} {' / '.join(map(_words, t))}" for n, t in took.items())
-    rows = [{"method": n, **{f"seed {s}": _words(v) for s, v in enumerate(t)}} for n, t in took.items()]
+    rows = [
+        {"method": n, **{f"seed {s}": _words(v) for s, v in enumerate(t)}, "median": median(t).text(), "n": len(t)}
+        for n, t in took.items()
+    ]
     text = [
         f"Rounds (of at most {short}) to {plan.scale.target:.0%} over {1 + len(plan.scale.seeds)} seeds: {spread}.",
         "Other data splits, graphs and starting weights; parameters as tuned on seed 0. Lines are medians, "
