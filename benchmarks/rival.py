@@ -3,7 +3,7 @@
 decent-bench needs Python 3.13, so it runs in a separate process:
 
     python3.13 -m venv rival && rival/bin/pip install decent-bench==0.3.0 torch==2.13.0
-    python benchmarks/rival.py --python rival/bin/python [--rounds 20] [--repeats 5] [--only 20x10x50]
+    python benchmarks/rival.py --python rival/bin/python [--rounds 20] [--repeats 5] [--only 20x10x50] [--cpu]
 
 Both sides start at the same point, run the same rounds and take turns. The iterates must agree every time.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 STEP, BETA, L2 = 0.05, 0.01, 0.01
+CLOCKS = {False: time.perf_counter, True: time.process_time}
 
 
 def answer(folder: Path) -> None:
@@ -62,14 +63,15 @@ def answer(folder: Path) -> None:
             method = p2p.ATC_Tracking(step_size=STEP, x0=first)
         else:
             method = p2p.LT_ADMM(step_size=STEP, aux_step_size=BETA, penalty=1.0, relaxation=0.5, x0=first)
-        began = time.perf_counter()
+        clock = CLOCKS[asked["cpu"]]
+        began = clock()
         method.run(network, asked["rounds"])
-        seconds = time.perf_counter() - began
+        seconds = clock() - began
         np.save(folder / "x.npy", np.stack([iop.to_numpy(agent.x) for agent in network.agents()]))
         print(json.dumps(seconds), flush=True)
 
 
-def compare(python: str, rounds: int, repeats: int, only: str) -> None:
+def compare(python: str, rounds: int, repeats: int, only: str, cpu: bool) -> None:
     import torch
 
     from caden import graphs, methods
@@ -97,16 +99,16 @@ def compare(python: str, rounds: int, repeats: int, only: str) -> None:
                 for label, method in ours.items():
                     ratios = []
                     for repeat in range(repeats + 1):
-                        other.stdin.write(json.dumps({"method": label, "rounds": turns}) + "\n")
+                        other.stdin.write(json.dumps({"method": label, "rounds": turns, "cpu": cpu}) + "\n")
                         other.stdin.flush()
                         theirs = json.loads(other.stdout.readline() or "null")
                         if theirs is None:
                             raise SystemExit(f"{python} cannot run decent-bench; see the docstring of {__file__}.")
-                        began = time.perf_counter()
+                        began = CLOCKS[cpu]()
                         run = bench.Rounds(method, problem, graph, start)
                         for _ in range(turns):
                             run()
-                        mine = time.perf_counter() - began
+                        mine = CLOCKS[cpu]() - began
                         apart = float(np.abs(run.x.numpy() - np.load(folder / "x.npy")).max())
                         moved = float((run.x - start).abs().max())
                         if not apart < (1e-9 if problem.dtype == torch.float64 else 1e-3) * moved:
@@ -124,6 +126,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="run only sizes whose name contains this")
+    parser.add_argument("--cpu", action="store_true", help="compare CPU time, which varies less on a busy machine")
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    answer(asked.answer) if asked.answer else compare(asked.python, asked.rounds, asked.repeats, asked.only)
+    answer(asked.answer) if asked.answer else compare(asked.python, asked.rounds, asked.repeats, asked.only, asked.cpu)
