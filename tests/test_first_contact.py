@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
         (["run", "--rounds", "3"], 2, "No such option"),
         (["rum"], 2, "rum"),
         (["bench", "--repeats", "few"], 2, "valid integer"),
-        (["bench", "often"], 2, "known: many, networks, paper, small"),
+        (["bench", "often"], 2, "known: many, million, networks, paper, small"),
         (["list", "colours"], 2, "Unknown kind"),
         (["list", "graphs", "--check"], 2, "--check"),
         (["tune"], 2, "METHOD"),

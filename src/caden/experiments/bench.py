@@ -285,8 +285,7 @@ def huge(repeats: int, agents: int = 100_000, dim: int = 100) -> Iterator[Measur
 def million(repeats: int) -> Iterator[Measure]:
     """Measure a million agents with 10 parameters, all awake."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found = pool.apply(_huge, (1_000_000, 10, {}, repeats, torch.get_num_threads()))
-    started, memory, seconds = found
+        started, memory, seconds = pool.apply(_huge, (1_000_000, 10, {}, repeats, torch.get_num_threads()))
     yield Measure("a million agents: seconds to start", [started], "< 600")
     yield Measure("a million agents: memory, of the state", [memory], "< 3")
     yield Measure("a million agents: seconds per round", [2_000_000 * s for s in seconds], "< 60")
