@@ -306,8 +306,8 @@ class Problem:
     def restore(self, buffers: dict[str, Tensor]) -> None:
         """Restore the tensors that `buffers` returned."""
 
-    def module(self, vector: Tensor) -> nn.Module:
-        """Return the user's model with the parameters `vector` (d,)."""
+    def module(self, vector: Tensor, agent: int | None = None) -> nn.Module:
+        """Return the user's model with the parameters `vector` (d,): those of an agent, or the mean of all."""
         raise CadenError("Only a problem made from an nn.Module has a module; use `result.mean`.")
 
     def state_dict(self, vector: Tensor) -> dict[str, Tensor] | None:

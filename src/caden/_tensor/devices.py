@@ -11,4 +11,6 @@ def require_device(name: str | torch.device) -> torch.device:
         torch.zeros(1, dtype=torch.float64, device=name).item()  # the small algebra of L-BFGS needs float64
         return torch.device(name)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise CadenError(f"`device` {str(name)!r} is not available here: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        reason = reason if len(reason) < 200 else reason[:200].rsplit(" ", 1)[0] + " ..."
+        raise CadenError(f"`device` {str(name)!r} is not available here: {reason}") from None

@@ -17,6 +17,7 @@ from caden.data._partition import PARTITIONS as PARTITIONS
 from caden.data._partition import Partition as Partition
 from caden.data._partition import dirichlet as dirichlet
 from caden.data._partition import iid as iid
+from caden.data._partition import needs_labels as needs_labels
 from caden.data._partition import partition_from_spec as partition_from_spec
 from caden.data._partition import shards as shards
 from caden.data._partition import sizes as sizes
@@ -28,6 +29,8 @@ from caden.data._shards import held as held
 from caden.data._shards import is_lazy as is_lazy
 from caden.data._shards import leaves as leaves
 from caden.data._shards import over as over
+from caden.data._shards import parts_of as parts_of
+from caden.data._shards import rebuilt as rebuilt
 from caden.data._streams import Streams as Streams
 from caden.data._tables import keel as keel
 from caden.data._tables import svmlight as svmlight

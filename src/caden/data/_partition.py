@@ -87,6 +87,12 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
 }
 
 
+def needs_labels(spec: Any) -> bool:
+    """Return whether a partition looks at the targets, and not only at how many there are."""
+    name = spec.get("name") if isinstance(spec, dict) else spec
+    return callable(spec) or (isinstance(name, str) and name in ("dirichlet", "shards"))
+
+
 def partition_from_spec(spec: Any, labels: np.ndarray, agents: int, seed: int) -> list[np.ndarray]:
     """Split the samples as `spec` asks, and check that every agent has samples and none is assigned twice."""
     if agents > len(labels):
@@ -94,7 +100,7 @@ def partition_from_spec(spec: Any, labels: np.ndarray, agents: int, seed: int) -
     if isinstance(spec, str):
         spec = {"name": spec}
     if isinstance(spec, dict):
-        if spec.get("name") in ("dirichlet", "shards") and (labels.ndim != 1 or labels.dtype.kind not in "iu"):
+        if needs_labels(spec) and (labels.ndim != 1 or labels.dtype.kind not in "iu"):
             raise CadenError(f"Partition {spec['name']!r} needs class labels as targets.")
         spec = make("partition", PARTITIONS, spec)
     if not callable(spec) and not isinstance(spec, Sequence):

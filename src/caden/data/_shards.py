@@ -5,7 +5,9 @@ Inputs and targets are tensors, or tuples or dictionaries of tensors.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,14 +18,35 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from caden.draws import randomness
 from caden.errors import CadenError
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch stores, but hardly computes with
+
+
+def parts_of(tree: Any) -> Mapping[Any, Any] | None:
+    """Return the parts of a tuple, list, dictionary or dataclass by position or name; None for anything else."""
+    if isinstance(tree, Mapping):
+        return tree
+    if isinstance(tree, tuple | list):
+        return dict(enumerate(tree))
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return {field.name: getattr(tree, field.name) for field in fields(tree)}
+    return None
+
+
+def rebuilt(tree: Any, parts: Mapping[Any, Any]) -> Any:
+    """Return what `tree` is, with other parts: named tuples and dataclasses, such as outputs of models, stay such."""
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return type(tree)(**parts)
+    if isinstance(tree, Mapping):
+        return dict(parts)
+    return type(tree)(*parts.values()) if hasattr(tree, "_fields") else tuple(parts.values())
+
 
 def over(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to every tensor of nested tuples and dictionaries."""
-    if isinstance(tree, Mapping):
-        return {key: over(part, function) for key, part in tree.items()}
-    if isinstance(tree, tuple | list):
-        return tuple(over(part, function) for part in tree)
-    return function(tree)
+    """Apply a function to every tensor of nested tuples, dictionaries and dataclasses."""
+    parts = parts_of(tree)
+    if parts is None:
+        return function(tree)
+    return rebuilt(tree, {key: over(part, function) for key, part in parts.items()})
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -83,6 +106,7 @@ class Reader:
         data = (data[0], np.asanyarray(data[1])) if self._arrays else data
         self._data, self._dtype, self._device, self._label = data, dtype, device, label
         self.runs_code = not self._arrays  # of the user, which may be random
+        self._repeats = getattr(data, "repeats", True)  # False: known to give other samples with every read
         if isinstance(data, IterableDataset):
             raise CadenError(
                 "An IterableDataset has no samples by index: pass one per agent in `caden.data.Streams`, or train with "
@@ -132,7 +156,7 @@ class Reader:
     def _converted(self, tensor: Tensor, target: bool = False) -> Tensor:
         if tensor.is_floating_point():
             return tensor.to(self._device, self._dtype)
-        return tensor.to(self._device, torch.int64 if target else None)
+        return tensor.to(self._device, torch.int64 if target or tensor.dtype in _UNSIGNED else None)
 
     def targets(self) -> np.ndarray:
         """Return all targets, to split the samples by them: those that the data set offers, else by reading all."""
@@ -145,17 +169,34 @@ class Reader:
         if hasattr(self._data, "column_names") and self._label in self._data.column_names:
             return np.asarray(self._data[self._label])
         chunks = [self.read(np.arange(a, min(a + 256, self.count)))[1] for a in range(0, self.count, 256)]
+        if not all(isinstance(chunk, Tensor) for chunk in chunks):
+            raise CadenError("A sample must have one tensor or number as its target.")
         return torch.cat(chunks).cpu().numpy()
 
     def is_random(self) -> bool:
-        """Return whether reading a sample twice gives two results, in eight attempts."""
+        """Return whether reading a sample twice gives two results, in eight attempts; warn if seeds do not help."""
         if self._arrays:
             return False
-        seen, some = [], np.unique(np.linspace(0, self.count - 1, 8).astype(int))
-        for attempt in range(8):
-            with randomness(0, attempt, 0, 0, of="data"):
-                seen.append(leaves(self.read(some)))
-        return any(not torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))
+        some = np.unique(np.linspace(0, self.count - 1, 8).astype(int))
+
+        def attempt(number: int) -> list[Any]:
+            with randomness(0, number, 0, 0, of="data"):
+                return leaves(self.read(some))
+
+        first = attempt(0)
+
+        def differs(number: int) -> bool:
+            return any(not torch.equal(a, b) for a, b in zip(first, attempt(number)))
+
+        if not any(differs(number) for number in range(1, 8)):
+            return False
+        if self._repeats and differs(0):
+            warnings.warn(
+                "The data draw from generators of their own, so a resumed, distributed or replayed run sees other "
+                "samples: draw from the global generators of torch, numpy or Python, which are seeded for every read.",
+                stacklevel=2,
+            )
+        return True
 
 
 def is_lazy(data: Any) -> bool:
@@ -163,6 +204,12 @@ def is_lazy(data: Any) -> bool:
     if isinstance(data, Dataset) or (hasattr(data, "column_names") and hasattr(data, "__getitem__")):
         return not isinstance(data, TensorDataset)
     return isinstance(data, tuple | list) and any(isinstance(part, np.memmap) for part in leaves(data))
+
+
+def _tensor(values: Any) -> Tensor:
+    """Return values as a tensor; arrays that may not be written are copied."""
+    fixed = isinstance(values, np.ndarray) and not values.flags.writeable
+    return torch.as_tensor(np.array(values) if fixed else values)
 
 
 def held(data: Any, name: str, dtype: torch.dtype, device: str) -> Held:
@@ -179,7 +226,7 @@ def held(data: Any, name: str, dtype: torch.dtype, device: str) -> Held:
     if not isinstance(data, Sequence) or len(data) != 2:
         raise CadenError(f"`{name}` must be a pair (inputs, targets) or a torch Dataset.")
     try:
-        inputs, targets = over(data[0], torch.as_tensor), over(data[1], torch.as_tensor)
+        inputs, targets = over(data[0], _tensor), over(data[1], _tensor)
     except (TypeError, ValueError):
         raise CadenError(f"`{name}` must be a pair (inputs, targets) or a torch Dataset.") from None
     if not isinstance(targets, Tensor):
@@ -188,4 +235,5 @@ def held(data: Any, name: str, dtype: torch.dtype, device: str) -> Held:
         if len(part) != len(targets):
             raise CadenError(f"`{name}` has {len(part)} inputs but {len(targets)} targets.")
     inputs = over(inputs, lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device))
+    inputs = over(inputs, lambda t: t.long() if t.dtype in _UNSIGNED else t)
     return Held(inputs, targets.to(device, dtype if targets.is_floating_point() else torch.int64))

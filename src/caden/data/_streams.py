@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +16,7 @@ from caden.errors import CadenError, require_integer
 
 def _samples(stream: Iterable[Any]) -> Iterator[Any]:
     """Yield samples without end: those of the batches of a DataLoader, or what another iterable yields."""
-    batched = isinstance(stream, DataLoader) and stream.batch_size is not None
+    batched = isinstance(stream, DataLoader) and stream.batch_sampler is not None
     while True:
         count = 0
         for item in stream:
@@ -45,6 +45,8 @@ class Streams(Dataset[Any]):
     (2048, 0, 1)
     """
 
+    repeats = False
+
     def __init__(self, streams: Sequence[Iterable[Any]], window: int = 1024):
         if not streams:
             raise CadenError("`streams` must have one iterable per agent, got none.")
@@ -58,13 +60,6 @@ class Streams(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return next(self._streams[index // self.window])
-
-    @property
-    def targets(self) -> np.ndarray:
-        """Zeros of the targets' type: nothing is split by them."""
-        sample = self[0]
-        target = sample.get("label", 0) if isinstance(sample, Mapping) else sample[1]
-        return np.zeros(len(self), np.asarray(target).dtype)
 
     def parts(self) -> list[np.ndarray]:
         """Return which samples belong to each agent."""

@@ -77,14 +77,14 @@ class Result:
 
     def module(self, agent: int | None = None) -> nn.Module:
         """Return the user's model with the mean of the local models loaded, or with one agent's model."""
-        return self.problem.module(self._model(agent))
+        return self.problem.module(self._model(agent), agent)
 
     def save(self, path: Path | str, agent: int | None = None) -> None:
         """Write the model that `module` returns to a safetensors file, under its module's own names.
 
         `model.load_state_dict(safetensors.torch.load_file(path))` reads it back.
         """
-        checkpoint.write_tensors(Path(path), self.problem.module(self._model(agent)).state_dict())
+        checkpoint.write_tensors(Path(path), self.module(agent).state_dict())
 
     def plot(self, *measures: str, x: str = "round", target: float | None = None) -> Any:
         """Draw the history as a matplotlib figure, which a notebook shows.

@@ -48,7 +48,7 @@ class Recorder:
     ):
         self.run, self._row, self._exact = run, row, exact or not run.problem.stochastic
         self.rows: list[Row] = []
-        self._completed = False  # the last row, by `complete`
+        self._completed = -1  # the round whose row `complete` has measured
         self.run_dir = RunDirectory(directory) if directory is not None else None
         self._checkpoints = None if directory is None else Checkpoints(directory, run.network.transport)
         self._writes = self.run_dir if run.network.transport.rank == 0 else None
@@ -93,11 +93,11 @@ class Recorder:
 
     def complete(self) -> None:
         """Measure the last row on all test data, if the run ends early; before a checkpoint relies on that row."""
-        if not self.rows or self._exact or self._completed or self.run.index == self.run.rounds:
+        if not self.rows or self._exact or self.run.index in (self._completed, self.run.rounds):
             return
         gather = self.run.network.transport.gather if self._row is full_row else None
         self.rows[-1] |= on_test_data(self.run, True, gather)
-        self._completed = True
+        self._completed = self.run.index
         if self._writes:
             with explained(self._writes.path):
                 self._writes.replace_last(self.rows[-1])

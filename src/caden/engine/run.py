@@ -171,6 +171,8 @@ class Run:
 
     def begin(self, start: Tensor, warmup: Warmup | None = None) -> None:
         """Warm up, check the parameters against theory, and exchange starting points."""
+        if self.problem.whole.waited:
+            self.problem.whole.waited[0] = 0.0  # of earlier runs
         if warmup is not None:
             start, self.curvature = warm_up(self.problem.exact, start, warmup)
         norms = torch.linalg.vector_norm(start, dim=1)

@@ -51,7 +51,8 @@ def simulate(
         graph: who talks to whom: a `Graph`, a networkx graph or an adjacency matrix.
         rounds: number of rounds. Row t of the history describes the state after t rounds; row 0 is the start, whose
             exchange of x^0 is not counted.
-        seed: seed of all draws; each is a pure function of (seed, label, round, agent).
+        seed: seed of all draws of the run; each is a pure function of (seed, label, round, agent). Data, mini-batches
+            and dropout are the problem's and have its seed: for independent repetitions, change both.
         x0: (d,) or (m, d) start; by default the model's own parameters, else zeros.
         warmup: local training before round 0, {"steps": 20, "step_size": 0.1}; it also estimates each agent's
             curvature.
@@ -98,6 +99,8 @@ def simulate(
                 lost = run.diverged()
                 if lost or run.index == rounds or run.index % saving.record_every == 0 or not reached:
                     row = recorder.record()
+                    if stopping.stop_at_target and stopping.reached(row):
+                        recorder.complete()  # a sample of the test data may have flattered the models
                     reached = reached or stopping.reached(row)
                     why = stopping.reason(row, run.state, ask=transport.rank == 0)
                     why = stopping.REASONS[int(transport.reduce([stopping.REASONS.index(why)], "max")[0])]

@@ -110,7 +110,7 @@ class Experiment(BaseModel):
     def workload(self) -> Any:
         """The local steps for `simulate`: if none are given, "auto" for methods with a local solver, else 5.
 
-        Mini-batches are too noisy for "auto", so it is 5 there, too.
+        Mini-batches are too noisy for "auto", so it is 5 there, too, and likewise with dropout (see `build`).
         """
         if self.local_steps is not None:
             return schedules.from_spec(self.local_steps)
@@ -163,7 +163,8 @@ class Experiment(BaseModel):
             chosen = {"execution": problem.execution} if kind == "problem" and "execution" in defaults else {}
             setattr(self, kind, {**defaults, **table, **chosen})
         if self.local_steps is None:
-            self.local_steps = self.workload
+            noisy = problem.at(0).stochastic  # as with dropout
+            self.local_steps = 5 if noisy else self.workload
 
     def with_method(self, name: str) -> Experiment:
         """Return the same experiment with another method and the parameters that `compare` has for it."""

@@ -22,11 +22,13 @@ from caden.data import (
     held,
     is_lazy,
     leaves,
+    needs_labels,
     over,
     partition_from_spec,
 )
+from caden.draws import randomness
 from caden.errors import CadenError, require_choice, require_integer
-from caden.problems._model import Loss, Training, accuracy, is_mean
+from caden.problems._model import Loss, Training, is_mean
 from caden.problems._module import Module
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,24 +49,38 @@ def _require_finite(inputs: Any, targets: Tensor, parts: Sequence[np.ndarray]) -
 
 
 def _shards(
-    train: Any, split: Callable[[np.ndarray], list[np.ndarray]], wanted: list[int], lazy: Reader | None, common: Any
-) -> tuple[list[Shard], list[np.ndarray], np.ndarray]:
-    """Return the shards of the wanted agents, the indices of all agents, and all targets."""
+    train: Any,
+    split: Callable[[np.ndarray], list[np.ndarray]],
+    by_label: bool,
+    wanted: list[int],
+    lazy: Reader | None,
+    common: Any,
+) -> tuple[list[Shard], list[np.ndarray]]:
+    """Return the shards of the wanted agents, and the indices of all agents."""
     if lazy is not None:
-        targets = lazy.targets()
+        targets = lazy.targets() if by_label else np.zeros(lazy.count)
         parts = split(targets)
-        return [OnDemand(lazy, np.asarray(parts[i])) for i in wanted], parts, targets
+        return [OnDemand(lazy, np.asarray(parts[i])) for i in wanted], parts
     whole = held(train, "train", *common)
     parts = split(whole.targets.cpu().numpy())
     _require_finite(whole.inputs, whole.targets, parts)
-    return [Held(*whole.read(np.asarray(parts[i]))) for i in wanted], parts, whole.targets.cpu().numpy()
+    return [Held(*whole.read(np.asarray(parts[i]))) for i in wanted], parts
 
 
 def _probe(train: Any, lazy: Reader | None, common: Any) -> Held:
-    """Return the first few samples, on which every process tries the model."""
+    """Return a few samples, on which every process tries the model: the first, and those with extreme integers.
+
+    With a token beyond its vocabulary, a model that is batched over agents would read the next agent's parameters.
+    """
     if lazy is not None:
         return Held(*lazy.read(np.arange(min(8, lazy.count))))
-    inputs, targets = held(train, "train", *common).read(slice(0, 8))
+    whole = held(train, "train", *common)
+    chosen = list(range(min(8, whole.count)))
+    for part in leaves(whole.inputs):
+        if not (part.is_floating_point() or part.is_complex()) and part.numel():
+            flat = part.reshape(len(part), -1)
+            chosen += [int(flat.amin(1).argmin()), int(flat.amax(1).argmax())]
+    inputs, targets = whole.read(np.array(chosen))
     return Held(over(inputs, torch.clone), targets.clone())  # a view would keep all samples alive
 
 
@@ -114,7 +130,8 @@ def classification(
             are used, so random transforms are drawn anew. `train` may be `caden.data.Streams`; `test` may be None.
         partition: "iid", "dirichlet", "shards", "sizes", a table with `name` and parameters, a function
             (labels, agents, seed) -> index arrays, or the index arrays themselves.
-        loss: (output, target) -> mean over the samples. metrics: name -> (output, target) -> number on the test data.
+        loss: (output, target) -> mean over the samples. torch's cross entropy takes sequences as (N, T, classes) too.
+        metrics: name -> (output, target) -> number on the test data; by default the accuracy, if there are classes.
         weight: "agents" weights every agent equally, "samples" every sample.
         execution: gradients by a "loop" over agents, by "vmap", or "auto" (chosen by the shapes).
         hosted: hold only the shards of these agents.
@@ -149,16 +166,19 @@ def classification(
         partition = train.parts()
     train, lazy = _source(train, dtype, device, label, batch_size)
     wanted = list(range(agents)) if hosted is None else hosted
-    shards, parts, targets = _shards(
-        train, lambda labels: partition_from_spec(partition, labels, agents, seed), wanted, lazy, (dtype, device)
+    shards, parts = _shards(
+        train,
+        lambda labels: partition_from_spec(partition, labels, agents, seed),
+        needs_labels(partition),
+        wanted,
+        lazy,
+        (dtype, device),
     )
-    held_out = _test_set(test, dtype, device, label)
+    held_out = _test_set(test, dtype, device, label, seed)
     if held_out is not None and not held_out.count:
         raise CadenError("`test` is empty.")
     if held_out is not None:
         _require_same_shape(shards[0].read(slice(0, 1))[0], held_out.inputs)
-    if metrics is None:
-        metrics = {"accuracy": accuracy} if targets.dtype.kind in "iu" else {}
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     scale = counts * agents / counts.sum() if weight == "samples" else torch.ones_like(counts)
     mean = is_mean(loss) if loss_is_mean is None else loss_is_mean
@@ -172,14 +192,15 @@ def classification(
     return Module(model, shards, held_out, scale[wanted].to(device, dtype), execution, training, wanted)
 
 
-def _test_set(test: Any, dtype: torch.dtype, device: str, label: str) -> Held | None:
+def _test_set(test: Any, dtype: torch.dtype, device: str, label: str, seed: int) -> Held | None:
     if test is None:
         return None
     if is_lazy(test) and not isinstance(test, tuple | list):
         source = Reader(test, dtype, device, label)
         if not source.count:
             raise CadenError("`test` is empty.")
-        return Held(*source.read(np.arange(source.count)))
+        with randomness(seed, -1, 0, -1, of="data"):
+            return Held(*source.read(np.arange(source.count)))
     return held(test, "test", dtype, device)
 
 

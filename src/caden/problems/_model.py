@@ -16,10 +16,10 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.dropout import _DropoutNd
 
-from caden.data import Held, leaves, over
+from caden.data import Held, leaves, over, parts_of, rebuilt
 from caden.draws import generator_states, randomness
 from caden.errors import CadenError
-from caden.problems._normalisation import forget_statistics, keeps_statistics
+from caden.problems._normalisation import forget_statistics, keeps_statistics, require_initialised
 
 _MEANS = (
     functional.mse_loss,
@@ -33,14 +33,28 @@ _MEANS = (
 Loss = Callable[[Any, Any], Tensor]
 
 
+def class_dimension(output: Any, target: Any) -> int | None:
+    """Return the dimension of the classes: the last one, or the second as in torch; None if there is none.
+
+    Outputs of a sequence are (N, T, C) as of language models, or (N, C, T) as in torch.
+    """
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
+        return None
+    last, second = output.shape[:-1] == target.shape, output.shape[:1] + output.shape[2:] == target.shape
+    if last and second and output.ndim > 2:
+        raise ValueError(f"outputs {tuple(output.shape)}: which dimension are the classes? Pass `loss` and `metrics`")
+    dimension = output.ndim - 1 if last else 1 if second and output.ndim > 1 else None
+    return dimension if dimension is not None and output.shape[dimension] > 1 else None
+
+
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """Return the share of samples whose largest output is the target."""
-    return (output.argmax(-1) == target).float().mean()
+    """Return the share of targets that have the largest output."""
+    return (output.argmax(class_dimension(output, target)) == target).float().mean()
 
 
 def is_mean(loss: Loss) -> bool:
     """Return whether a loss of torch is known to be a mean of one term per sample."""
-    if isinstance(loss, nn.modules.loss._Loss):
+    if isinstance(loss, nn.modules.loss._Loss) and type(loss).__module__ == nn.modules.loss.__name__:
         return loss.reduction == "mean" and getattr(loss, "weight", None) is None
     return loss in (cross_entropy, *_MEANS)
 
@@ -53,13 +67,7 @@ def ignored_target(loss: Loss) -> int | None:
 
 def tensors(tree: Any) -> list[Tensor]:
     """Return the tensors of an output, which may hold other objects."""
-    parts = list(tree.values()) if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else [tree]
-    return [
-        t
-        for part in parts
-        for t in (tensors(part) if isinstance(part, Mapping | tuple | list) else [part])
-        if isinstance(t, Tensor)
-    ]
+    return [tensor for tensor in leaves(tree) if isinstance(tensor, Tensor)]
 
 
 def part_of(tree: Any, chosen: Any) -> Any:
@@ -71,7 +79,7 @@ class Training(NamedTuple):
     """How the functions follow from model and data."""
 
     loss: Loss = cross_entropy
-    metrics: Mapping[str, Loss] = MappingProxyType({})
+    metrics: Mapping[str, Loss] | None = MappingProxyType({})  # None: the accuracy of a classifier
     batch_size: int | None = None
     seed: int = 0
     is_mean: bool = True  # the loss is a mean of one term per sample
@@ -89,6 +97,7 @@ class Model:
 
     def __init__(self, module: nn.Module, training: Training, probe: tuple[Any, Any]):
         self.module, self.training = module, training
+        require_initialised(module)
         named = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.names, self.shapes = list(named), [p.shape for p in named.values()]
         self.sizes = [p.numel() for p in named.values()]
@@ -123,8 +132,13 @@ class Model:
                         outputs.append(self.forward(trial, {}, inputs))
                         losses.append(self.loss(outputs[-1], targets))
                         drew |= generator_states() != states
-                for metric in self.training.metrics.values():
-                    float(metric(outputs[0], targets))
+                output = over(outputs[0], self.whole_precision)
+                classes = class_dimension(output, targets)
+                if self.training.metrics is None:
+                    metrics = {} if classes is None else {"accuracy": accuracy}
+                    self.training = self.training._replace(metrics=metrics)
+                for metric in (self.training.metrics or {}).values():
+                    float(metric(joined([output]), targets))
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
             message = str(error).splitlines()[0]
             raise CadenError(f"The model or the loss does not accept these data ({message}).") from None
@@ -135,13 +149,13 @@ class Model:
                 f"The model changes buffers of `{min(changed - set(self.normalised))}` in its forward pass, so it is "
                 "not a function of its parameters; only the statistics of batch normalisation may change."
             )
+        if not all(isinstance(loss, Tensor) and loss.ndim == 0 for loss in losses):
+            raise CadenError("`loss` must return a scalar tensor, the mean over the samples.")
         drawn = [[*tensors(output), loss] for output, loss in zip(outputs, losses)]
         dropout = any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in trial.modules())
         self.random = dropout or drew or any(not torch.equal(a, b) for a, b in zip(*drawn))
-        if losses[0].ndim != 0:
-            raise CadenError("`loss` must return a scalar, the mean over the samples.")
-        if self.training.loss is cross_entropy and isinstance(outputs[0], Tensor) and not targets.is_floating_point():
-            self.outputs = outputs[0].shape[-1 if outputs[0].ndim == 3 and targets.ndim == 2 else 1]
+        if self._is_cross_entropy and classes is not None:
+            self.outputs = output.shape[classes]
 
     def stateless(self) -> bool:
         """Return whether all layers and the loss are torch's own: other code may compute something else each time."""
@@ -206,7 +220,7 @@ class Model:
     def views(self, rows: Tensor) -> dict[str, Tensor]:
         """Return (..., d) rows as a dictionary of parameters, without copying."""
         parts = torch.split(rows, self.sizes, dim=-1)
-        return {n: p.view(*rows.shape[:-1], *s) for n, p, s in zip(self.names, parts, self.shapes)}
+        return {n: p.view(rows.shape[:-1] + s) for n, p, s in zip(self.names, parts, self.shapes)}
 
     def forward(self, module: nn.Module, parameters: dict[str, Tensor], inputs: Any) -> Any:
         """Call a copy of the module with other parameters."""
@@ -222,9 +236,14 @@ class Model:
     def loss(self, output: Any, targets: Any) -> Tensor:
         """Return the loss of a batch."""
         with self._precision():
-            if self.training.loss is cross_entropy and output.ndim == 3 and targets.ndim == 2:  # sequences
-                output, targets = output.flatten(0, 1), targets.flatten()
+            several = self._is_cross_entropy and isinstance(output, Tensor) and output.ndim > 2
+            if several and class_dimension(output, targets) == output.ndim - 1:  # torch has the classes second
+                output, targets = output.flatten(0, -2), targets.flatten()
             return self.training.loss(output, targets)
+
+    @property
+    def _is_cross_entropy(self) -> bool:
+        return self.training.loss is cross_entropy or isinstance(self.training.loss, nn.CrossEntropyLoss)
 
     def function(self, exact: bool = False) -> Callable[[dict[str, Tensor], Any, Any], Tensor]:
         """Return (parameters, inputs, targets) -> loss, compiled if asked for."""
@@ -269,7 +288,8 @@ class Model:
 def joined(parts: list[Any]) -> Any:
     """Return the inputs or outputs of several calls as those of one."""
     if isinstance(parts[0], Tensor):
-        return torch.cat(parts)
-    if isinstance(parts[0], Mapping):
-        return {key: joined([part[key] for part in parts]) for key in parts[0]}
-    return tuple(joined(list(each)) for each in zip(*parts)) if isinstance(parts[0], tuple | list) else parts[0]
+        return torch.cat(parts) if len(parts) > 1 and parts[0].ndim else parts[0]
+    inside = [parts_of(part) for part in parts]
+    if inside[0] is None:
+        return parts[0]
+    return rebuilt(parts[0], {key: joined([part[key] for part in inside if part]) for key in inside[0]})

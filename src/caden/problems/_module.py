@@ -6,9 +6,9 @@ import copy
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from caden.core import Problem
 from caden.data import Held, Shard, leaves, over
 from caden.draws import batch, randomness
 from caden.errors import CadenError, require_choice
-from caden.problems._model import Model, Training, ignored_target, joined, part_of
+from caden.problems._model import Loss, Model, Training, ignored_target, joined, part_of
 from caden.problems._perceptron import Perceptron
 from caden.problems._traced import Traced
 
@@ -74,6 +74,7 @@ class Module(Problem):
         self._drawn: tuple[int, int] | None = None  # (round, step) of a view
         probe = training.probe
         self.model = Model(model, training, self._read(0, slice(0, 8)) if probe is None else tuple(probe))
+        self.training = training = self.model.training
         self.shapes, self.start = self.model.shapes, self.model.start
         self.agents, self.dim = len(shards), int(self.start.numel())
         self.dtype, self.device = self.start.dtype, self.start.device
@@ -103,14 +104,20 @@ class Module(Problem):
         if (self.random or training.compiled) and self.execution == "loop":
             self.execution = "turns"  # torch has one generator, and one compiler, for all threads
         self._require_labels()
-        self.metric_names = () if test is None else tuple(training.metrics)
+        self.metric_names = () if test is None else tuple(self._metrics)
         # The test samples of `glance` are forward passes only, a third of a gradient.
         self.tests = (0, 0) if test is None else (test.count, min(test.count, _GLANCE))
         tested = self.tests[1] + (_CALIBRATION if self.tests[1] and self.model.normalised else 0)
         self.metrics_cost = tested / 3 / (training.batch_size or training.typical)
 
+    @property
+    def _metrics(self) -> Mapping[str, Loss]:
+        return self.training.metrics or {}
+
     def _require_labels(self) -> None:
-        outputs, labels = self.model.outputs, [shard.targets for shard in self.shards if isinstance(shard, Held)]
+        outputs, ignored = self.model.outputs, ignored_target(self.training.loss)
+        labels = [shard.targets for shard in self.shards if isinstance(shard, Held)]
+        labels = [there for t in labels if len(there := t if ignored is None else t[t != ignored])]
         if not labels or outputs is None:
             return
         low, high = min(int(t.min()) for t in labels), max(int(t.max()) for t in labels)
@@ -259,6 +266,24 @@ class Module(Problem):
             return nullcontext()
         return randomness(self.training.seed, *self._drawn, self.ids[agent])
 
+    @contextmanager
+    def _waiting(self, context: AbstractContextManager[None]) -> Iterator[None]:
+        """Enter a context; the wait for a reader that holds the generators is time spent on reading."""
+        began = time.perf_counter()
+        with context:
+            if self.waited is not None:
+                self.waited[0] += time.perf_counter() - began
+            yield
+
+    @contextmanager
+    def _blaming(self, agent: int) -> Iterator[None]:
+        """Name the agent whose samples the model or the loss does not accept."""
+        try:
+            yield
+        except (IndexError, TypeError, ValueError) as error:
+            message = str(error).splitlines()[0]
+            raise CadenError(f"Samples of agent {self.ids[agent]}: the model or the loss fails ({message}).") from error
+
     def _evaluate_agent(self, row: Tensor, agent: int, value: Tensor, gradient: Tensor) -> None:
         """Write the value and the gradient of one agent into `value` and `gradient`."""
         parameters = {n: aligned(p).detach().requires_grad_() for n, p in self.model.views(aligned(row)).items()}
@@ -267,9 +292,9 @@ class Module(Problem):
         value.zero_()
         if self._drawn is not None:
             self.batch(agent)  # the reader may need the generators that the masks hold
-        with self._masks(agent):
+        with self._waiting(self._masks(agent)):
             for number, (x, y, share) in enumerate(self._pieces(agent)):
-                with torch.enable_grad():
+                with torch.enable_grad(), self._blaming(agent):
                     loss = function(parameters, x, y)
                     loss = loss if share == 1 else loss * share
                     parts = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
@@ -307,7 +332,7 @@ class Module(Problem):
     def _gradients(self, rows: Tensor, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values (k',) and gradients (k', d) of some agents with stacked samples."""
         gradients, values = vmap(grad_and_value(self._batched_loss))(self.model.views(rows), inputs, targets)
-        return values, torch.cat([gradients[n].flatten(1) for n in self.model.names], dim=1)
+        return values, torch.cat([gradients[n].reshape(len(rows), -1) for n in self.model.names], dim=1)
 
     def _evaluate_batched(self, x: Tensor, agents: list[int], value: Tensor, gradient: Tensor) -> None:
         """Evaluate all agents with shards of one size in one call."""
@@ -359,7 +384,7 @@ class Module(Problem):
     def _tested(self, x: Tensor, count: int) -> dict[str, Tensor]:
         if self.test is None:
             return {}
-        values, held = {name: x.new_empty(len(x)) for name in self.training.metrics}, self.test
+        values, held = {name: x.new_empty(len(x)) for name in self._metrics}, self.test
         if count < held.count:
             held = Held(*held.read(batch(self.training.seed, -1, 0, -1, held.count, count)))
 
@@ -371,8 +396,8 @@ class Module(Problem):
                 pieces = range(0, held.count, max(self.chunk, 256))
                 parts = [held.read(slice(a, a + pieces.step))[0] for a in pieces]
                 outputs = [self.model.forward(module, parameters, part) for part in parts]
-                whole = over(outputs[0] if len(outputs) == 1 else joined(outputs), self.model.whole_precision)
-                for name, metric in self.training.metrics.items():
+                whole = over(joined(outputs), self.model.whole_precision)
+                for name, metric in self._metrics.items():
                     values[name][i] = metric(whole, held.targets)
 
         run_in_threads(evaluate_row, range(len(x)))
@@ -387,9 +412,13 @@ class Module(Problem):
         chosen = [batch(self.training.seed, -1, 0, self.ids[a], self.shards[a].count, each) for a in agents]
         return joined([self._read(agent, some)[0] for agent, some in zip(agents, chosen)])
 
-    def module(self, vector: Tensor) -> nn.Module:
-        """Return a copy of the model with the parameters `vector` (d,)."""
-        return self.model.loaded(vector, self._calibration(range(self.agents)) if self.model.normalised else None)
+    def module(self, vector: Tensor, agent: int | None = None) -> nn.Module:
+        """Return a copy of the model with the parameters `vector` (d,), those of an agent or the mean of all.
+
+        Batch normalisation gets the statistics of that agent's samples, or of all agents'.
+        """
+        whose = range(self.agents) if agent is None else [agent]
+        return self.model.loaded(vector, self._calibration(whose) if self.model.normalised else None)
 
     def state_dict(self, vector: Tensor) -> dict[str, Tensor]:
         return self.module(vector).state_dict()

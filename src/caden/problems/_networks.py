@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from caden.draws import seeded
-from caden.errors import require_choice, require_integer
+from caden.errors import require_choice, require_fraction, require_integer
 from caden.problems._normalisation import group_norm
 
 
@@ -36,6 +36,7 @@ def cnn(
     207018
     """
     require_integer("hidden", hidden, least=1), require_choice("norm", norm, ("group", "batch", "none"))
+    require_fraction("dropout", dropout, "[0, 1)")
     with seeded(seed):
         layers: list[nn.Module] = []
         for before, after in ((channels, 16), (16, 32)):

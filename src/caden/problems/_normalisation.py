@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parameter import is_lazy
 
 from caden.errors import CadenError, require_integer
 
@@ -45,14 +46,28 @@ def group_norm(model: nn.Module, groups: int = 8) -> nn.Module:
     require_integer("groups", groups, least=1)
     if not isinstance(model, nn.Module):
         raise CadenError(f"`model` must be an nn.Module, got {type(model).__name__}.")
+    require_initialised(model)
     model = copy.deepcopy(model)
+    if isinstance(model, _BatchNorm):
+        return _grouped(model, groups)
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, _BatchNorm):
-                channels = layer.num_features
-                best = max(n for n in range(1, groups + 1) if math.gcd(n, channels) == n)
-                new = nn.GroupNorm(best, channels, layer.eps, layer.affine)
-                if layer.affine:
-                    new.weight, new.bias = layer.weight, layer.bias
-                setattr(parent, name, new)
+                setattr(parent, name, _grouped(layer, groups))
     return model
+
+
+def _grouped(layer: _BatchNorm, groups: int) -> nn.GroupNorm:
+    channels = layer.num_features
+    best = max(n for n in range(1, groups + 1) if math.gcd(n, channels) == n)
+    new = nn.GroupNorm(best, channels, layer.eps, layer.affine)
+    if layer.affine:
+        new.weight, new.bias = layer.weight, layer.bias
+    return new
+
+
+def require_initialised(model: nn.Module) -> None:
+    """Refuse a model whose parameters have no shapes yet."""
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise CadenError(f"`{lazy[0]}` has no shape yet: call the model once before, with some inputs.")

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from caden.core import LocalSolver, Round
 from caden.errors import CadenError, require_choice
 from caden.registry import make
@@ -45,5 +47,10 @@ def from_spec(spec: LocalSolver | str | dict[str, Any]) -> LocalSolver:
     table = {"name": "lbfgs", **spec} if isinstance(spec, dict) else {"name": spec}
     if not isinstance(table["name"], str):
         raise CadenError(f"`solver` must be a solver, a name or a table, got {spec!r}.")
+    if hasattr(torch.optim, table["name"]) and table["name"] not in SOLVERS:
+        raise CadenError(
+            f'For an optimizer of PyTorch, `solver` is {{name = "torch_optim", optimizer = "{table["name"]}"}} in a '
+            f"file, `caden.solvers.torch_optim(torch.optim.{table['name']})` in Python."
+        )
     solver: LocalSolver = make("solver", SOLVERS, table)
     return solver

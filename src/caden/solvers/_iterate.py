@@ -87,7 +87,9 @@ class Iterate:
         self._start = None
         if self._accuracy is not None:
             if self._fresh:
-                raise CadenError('`local_steps = "auto"` cannot see through the noise of mini-batches: set a number.')
+                raise CadenError(
+                    '`local_steps = "auto"` cannot see through the noise of mini-batches and dropout: set a number.'
+                )
             self._start = (x, row_norms(self.gradient + objective.slope))
 
     def _draw(self, rows: Tensor | None, functions: Problem) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,15 +64,16 @@ def _builder(optimizer: Any, options: dict[str, Any]) -> tuple[Build, bool]:
         )
     name = getattr(optimizer, "__name__", type(optimizer).__name__)
     if not callable(optimizer):
-        raise CadenError(f"`optimizer` must be a class of torch.optim, its name, or a function, got {optimizer!r}.")
+        kind = "an optimizer of fixed parameters" if isinstance(optimizer, Optimizer) else repr(optimizer)
+        raise CadenError(f"`optimizer` must be a class of torch.optim, its name, or a function, got {kind}.")
     if optimizer is torch.optim.LBFGS:
         raise CadenError("`torch.optim.LBFGS` needs a closure: use the solver `lbfgs`.")
-    make = _muon if optimizer is torch.optim.Muon else optimizer
+    make = _muon if optimizer is getattr(torch.optim, "Muon", None) else optimizer  # torch has it since 2.9
 
     def build(parameters: list[nn.Parameter]) -> list[Optimizer]:
         try:
             made = make(parameters, **options)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             raise CadenError(f"{name} does not accept these options ({str(error).splitlines()[0]}).") from None
         optimizers = list(made) if isinstance(made, list | tuple) else [made]
         if not all(isinstance(one, Optimizer) for one in optimizers):
@@ -87,6 +88,23 @@ def _builder(optimizer: Any, options: dict[str, Any]) -> tuple[Build, bool]:
     return build, elementwise
 
 
+def _schedule(spec: str | Schedule) -> Schedule:
+    """Return a schedule, tried once."""
+    rate: Any = spec
+    if isinstance(spec, str):
+        rate = load_object(spec) if ":" in spec else SCHEDULES[require_choice("schedule", spec, SCHEDULES)]
+    try:
+        sound = math.isfinite(rate(0.0))
+    except TypeError:
+        sound = False
+    if not sound:
+        raise CadenError(
+            "`schedule` must be a name, or a function from the part of the run that is over (0 to 1) to a factor, got "
+            f"{getattr(spec, '__name__', spec)!r}."
+        )
+    return cast(Schedule, rate)
+
+
 def torch_optim(
     optimizer: type[Optimizer] | Callable[..., Any] | str = "AdamW",
     carry: bool = True,
@@ -98,20 +116,21 @@ def torch_optim(
 
     Args:
         optimizer: a class of torch.optim, its name, a class of your own, or a function parameters -> optimizer(s).
-            Muon takes kernels as matrices, and leaves vectors to AdamW.
+            Muon takes kernels as matrices, and leaves vectors to AdamW; unlike torch's, it has by default lr 0.01,
+            no weight decay, and steps as long as AdamW's (adjust_lr_fn="match_rms_adamw").
         carry: keep its state (moments) from round to round; it rests while the agent sleeps.
         schedule: factor of the learning rate over the run: "constant", "linear" or "cosine" (both fall to 0), or a
-            function of the part of the run that is over.
-        clip: largest norm of the gradient.
+            function of the part of the run that is over, in a file as "module:function".
+        clip: largest norm of the subproblem's gradient.
         options: the optimizer's own, such as `lr` and `weight_decay`.
 
     >>> torch_optim(torch.optim.AdamW, lr=1e-3, weight_decay=0.01, schedule="cosine").name
     'torch_optim'
     """
     build, elementwise = _builder(optimizer, options)
-    rate = SCHEDULES[require_choice("schedule", schedule, SCHEDULES)] if isinstance(schedule, str) else schedule
-    if not callable(rate):
-        raise CadenError(f"`schedule` must be a name or a function of the part that is over, got {schedule!r}.")
+    rate = _schedule(schedule)
+    if not isinstance(carry, bool):
+        raise CadenError(f"`carry` must be true or false, got {carry!r}.")
     if clip is not None:
         require_positive("clip", clip)
     local = _Optimizers(build, elementwise, carry, rate, clip)
@@ -139,7 +158,7 @@ class _Optimizers:
             trial = self._team(problem, torch.zeros(1, dtype=torch.int64), torch.zeros_like(x[:1]))
             try:
                 trial.step(torch.zeros_like(x[:1]), 1.0)
-            except (TypeError, RuntimeError) as error:
+            except (TypeError, RuntimeError, AssertionError) as error:
                 raise CadenError(f"This optimizer cannot be a local solver ({str(error).splitlines()[0]}).") from None
             self._layouts[key] = trial.layout()
         return self._layouts[key]
