@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
 from typer.testing import CliRunner
 
@@ -19,7 +20,7 @@ from caden.arena._statistics import Pair, holm
 from caden.arena._suite import excluded
 from caden.cli import app
 from caden.engine.statistics import median
-from caden.experiments.tune import space_of
+from caden.experiments.tune import points, space_of
 from caden.methods import CARDS, METHODS
 
 INF = math.inf
@@ -166,7 +167,7 @@ def tournament(tmp_path_factory):
     source = out / "mine.py"
     source.write_text("from caden.methods import gt\n\ndef mine(alpha: float = 0.1):\n    return gt(alpha=alpha)\n")
     words = ["arena", "--quick", "--only", "caden,gt,dgd", "--problems", "quadratic_10", "--jobs", "1"]
-    words += ["--method", f"{source}:mine", "--out", str(out), "--json"]
+    words += ["--graphs", "random", "--method", f"{source}:mine", "--out", str(out), "--json"]
     return out, words, CliRunner().invoke(app, words)
 
 
@@ -227,7 +228,7 @@ def test_conditions_exclude_methods_with_a_reason(outcomes):
         (["--quick", "--all"], "exclude each other"),
         (["--only", "cadn"], "caden"),
         (["--graphs", "rng"], "ring"),
-        (["--quick", "--problems", "pca"], "No cell"),
+        (["--quick", "--problems", "mnist"], "No cell"),
         (["--method", "nothing"], "FILE.py:FUNCTION"),
         (["--quick", "--jobs", "0"], "`jobs` must be"),
         (["--method", "caden.methods:gt"], "rename the function"),
@@ -286,7 +287,7 @@ def test_a_file_that_holds_no_method_gets_one_line(tmp_path, text, message):
 def test_changed_code_of_a_method_is_measured_again(tmp_path):
     file = tmp_path / "own.py"
     words = ["arena", "--quick", "--only", "dgd", "--problems", "quadratic_10", "--jobs", "1", "--json"]
-    words += ["--method", f"{file}:own", "--out", str(tmp_path / "a")]
+    words += ["--graphs", "random", "--method", f"{file}:own", "--out", str(tmp_path / "a")]
 
     def cost(text):
         file.write_text(text)
@@ -295,9 +296,9 @@ def test_changed_code_of_a_method_is_measured_again(tmp_path):
         return mine["communications"], mine["parameters"]
 
     searched = "from caden.methods import gt\n\ndef own(alpha=0.1):\n    return gt(alpha=alpha)\n\n"
-    searched += "own.space = {'alpha': [0.05]}\n"
+    searched += "own.space = {'alpha': [0.3]}\n"
     (reached, parameters) = cost(searched)
-    assert reached is not None and parameters in ({}, {"alpha": 0.05})
+    assert reached is not None and parameters in ({}, {"alpha": 0.3})
     assert cost(searched.replace("return gt(alpha=alpha)", "return gt(alpha=1e-9 * alpha)"))[0] is None
 
 
@@ -332,6 +333,35 @@ def test_a_run_that_ends_its_process_is_refused_and_the_others_go_on(tmp_path):
     assert "ended its process" in standings.excluded[0]["reason"]
 
 
+def test_every_method_has_the_same_number_of_trials():
+    suite = arena.load_suite()
+    for name in METHODS:
+        assert len(points(suite.space("quadratic_10", name), suite.trials - 1, curvature=1.0)) == suite.trials - 1, name
+
+
+def test_the_mean_of_the_quadratics_is_as_ill_conditioned_as_the_suite_says():
+    suite = arena.load_suite()
+    for name, condition in (("quadratic_10", 10), ("quadratic_1000", 1000)):
+        problem = suite.experiment(arena.Cell(name, "random", "awake"), "caden").build()[1]
+        assert 0.5 * condition < float(torch.linalg.cond(problem.hessian.mean(0))) < 2 * condition
+
+
+def test_where_agents_do_not_wait_time_decides(outcomes):
+    suite = arena.load_suite()._replace(trials=1, seeds=[0])
+    cells = suite.cells(["quadratic_10/random/stragglers,awake"])
+    standings = arena.hold(suite, cells, ["caden", "nids"], outcomes)
+    by_time = arena.winners(standings)["effort"].str.endswith(" s").tolist()
+    assert [cell.condition == "stragglers" for cell in cells] == by_time
+    assert standings.costs()["nids"].keys() == standings.costs("time")["nids"].keys()
+
+
+def test_methods_that_are_left_out_say_why(outcomes):
+    suite = arena.load_suite()._replace(trials=1, seeds=[0])
+    standings = arena.hold(suite, suite.cells(["quadratic_10/random/awake"]), ["d2", "nids"], outcomes)
+    assert [entry.method for entry in standings.entries] == ["nids"]
+    assert standings.excluded[0]["reason"] == "the same iterates as nids"
+
+
 def test_one_arena_at_a_time_works_in_a_folder(tmp_path):
     for _ in range(2):
         with arena.Outcomes(tmp_path), pytest.raises(CadenError, match="in use"):
@@ -339,7 +369,7 @@ def test_one_arena_at_a_time_works_in_a_folder(tmp_path):
 
 
 def test_equal_methods_share_a_place_and_servers_alone_give_no_winner(tmp_path, outcomes):
-    suite = arena.load_suite()._replace(trials=1, seeds=[0])
+    suite = arena.load_suite()._replace(trials=1, seeds=[0], left_out={})
     cells = suite.cells(["quadratic_10/random/awake"])
     both = arena.hold(suite, cells, ["d2", "nids"], outcomes)
     assert arena.winners(both, of="d2")["first"].tolist() == ["d2 = nids"]

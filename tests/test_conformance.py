@@ -102,11 +102,11 @@ def test_relabelling_agents_permutes_the_models(setting, name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_it_has_a_search_space(name):
-    """At most one range, of about three decades, and at most three choices of the others."""
+    """One range, of about three decades, and at most three choices of the others."""
     space = CARDS[name].space
     ranges = [entry for entry in space.values() if isinstance(entry, dict)]
     assert space
-    assert len(ranges) == (name != "accelerated")  # whose own parameter is a number of pairs
+    assert len(ranges) == 1
     assert all(100 <= entry["high"] / entry["low"] <= 10_000 for entry in ranges)
     assert all(len(entry) <= 3 for entry in space.values() if isinstance(entry, list))
 

@@ -25,13 +25,27 @@ RATIOS = (1.0, 1.5, 2.0, 4.0, 8.0)  # of the best cost, in the table of profiles
 BUDGETS = (5, 10, 20, 50, 100, 200)  # messages over every arc, in the table of data profiles
 
 
+UNITS = {"communications": "communications", "bytes": "bytes", "gradients": "gradients", "time": "s"}
+
+
 def _interval(cost: Median | None) -> str:
     return "not reached" if cost is None else cost.text()
 
 
-def winners(standings: Standings, effort: str = "communications", of: str = "caden") -> pd.DataFrame:
-    """Return a row per cell: who reached the goal with the least effort, by which factor, and one method's place."""
-    columns = ["cell", "first", effort, "second", "margin", f"place of {of}", "reached", "n"]
+def _columns(name: str, cost: Median | None) -> dict[str, float | None]:
+    """Return a median and its interval as three columns; empty: not reached."""
+    ends = ("", "_low", "_high")
+    return (
+        dict.fromkeys((name + end for end in ends), None) if cost is None else dict(zip(map(name.__add__, ends), cost))
+    )
+
+
+def winners(standings: Standings, effort: str = "", of: str = "caden") -> pd.DataFrame:
+    """Return a row per cell: who reached the goal with the least effort, by which factor, and one method's place.
+
+    By default, by the effort that counts in each cell.
+    """
+    columns = ["cell", "first", effort or "effort", "second", "margin", f"place of {of}", "reached", "n"]
     rows = []
     for cell in dict.fromkeys(entry.cell for entry in standings.entries if not entry.server):
         ranked = standings.ranking(cell, effort)
@@ -43,15 +57,17 @@ def winners(standings: Standings, effort: str = "communications", of: str = "cad
         costs = {entry.method: cost for entry, cost in ranked}
         mine = costs.get(of)
         rank = "-" if mine is None else "not reached" if math.isinf(mine) else 1 + sum(c < mine for c in costs.values())
-        interval = reached[0][1][0].effort(effort) if reached else None
+        counts = effort or standings.main[cell]
+        interval = reached[0][1][0].effort(counts) if reached else None
         margin = f"{ratio(reached[1][0], reached[0][0]):.2f}" if len(reached) > 1 and reached[0][0] > 0 else ""
         count = f"{sum(math.isfinite(cost) for _, cost in ranked)} of {len(ranked)}"
         seeds = len(ranked[0][0].outcomes)
-        rows.append((str(cell), names[0] or "nobody", _interval(interval), names[1], margin, rank, count, seeds))
+        spent = _interval(interval) + (f" {UNITS[counts]}" if interval and not effort else "")
+        rows.append((str(cell), names[0] or "nobody", spent, names[1], margin, rank, count, seeds))
     return pd.DataFrame(rows, columns=columns)
 
 
-def profiles(standings: Standings, effort: str = "communications") -> pd.DataFrame:
+def profiles(standings: Standings, effort: str = "") -> pd.DataFrame:
     """Return for each method the share of its instances solved within some multiples of the best effort."""
     return _shares(profile(standings.costs(effort)), {f"within {t:g}x": t for t in RATIOS}, "within 2x")
 
@@ -59,11 +75,12 @@ def profiles(standings: Standings, effort: str = "communications") -> pd.DataFra
 def data_profiles(standings: Standings, suite: Suite) -> pd.DataFrame:
     """Return for each method the share of its instances solved with at most so many messages over every arc."""
     arcs: dict[str, float] = {}
-    for cell in dict.fromkeys(entry.cell for entry in standings.entries):
+    for cell in standings.cells():
         config = suite.experiment(cell, "caden")
         count = 2 * len(config.build_graph(config.problem["agents"]).edges)
         arcs |= {f"{cell}/{seed}": count for seed, _ in enumerate(suite.seeds)}
-    return _shares(data_profile(standings.costs(), arcs), {f"within {b}": b for b in BUDGETS}, "within 50")
+    costs = standings.costs("communications")
+    return _shares(data_profile(costs, arcs), {f"within {b}": b for b in BUDGETS}, "within 50")
 
 
 def _shares(values: Mapping[str, Sequence[float]], limits: Mapping[str, float], by: str) -> pd.DataFrame:
@@ -81,7 +98,7 @@ def _sortable(column: pd.Series[Any]) -> pd.Series[Any]:
     return column.str.rstrip("%").astype(int) if str(column.name).startswith("within") else column
 
 
-def pairs(standings: Standings, method: str, effort: str = "communications") -> pd.DataFrame:
+def pairs(standings: Standings, method: str, effort: str = "") -> pd.DataFrame:
     """Return the sign tests of a method against the others, over cells."""
     table = pd.DataFrame(paired(standings.costs(effort, seeds=False), method), columns=Pair._fields)
     return table.assign(n=table["wins"] + table["losses"] + table["ties"])
@@ -107,8 +124,9 @@ def write(standings: Standings, suite: Suite, folder: Path, mode: str = "") -> d
             **e.cell._asdict(),
             "method": e.method,
             "server": "yes" if e.server else "no",
-            **{name: _interval(e.effort(name)) for name in EFFORTS},
-            "reached": f"{sum(o.reached for o in e.outcomes)} of {len(e.outcomes)}",
+            "reached": sum(o.reached for o in e.outcomes),
+            "n": len(e.outcomes),
+            **{column: value for name in EFFORTS for column, value in _columns(name, e.effort(name)).items()},
             "parameters": json.dumps(e.parameters),
         }
         for e in standings.entries
@@ -118,6 +136,7 @@ def write(standings: Standings, suite: Suite, folder: Path, mode: str = "") -> d
         first = subject_of(standings)
         draw_profiles(standings, folder / "profiles.png")
         tables |= {"pairs": pairs(standings, first), "data_profiles": data_profiles(standings, suite)}
+        tables |= {"winners": winners(standings, of=first), "profiles": profiles(standings)}
         for effort in EFFORTS:
             tables |= {
                 f"winners_{effort}": winners(standings, effort, first),

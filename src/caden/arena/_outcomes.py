@@ -7,16 +7,18 @@ import json
 import math
 import multiprocessing
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+import caden
 from caden.engine.durable import replace_text
 from caden.engine.history import Result, Row
 from caden.engine.lock import DirectoryLock
@@ -28,6 +30,7 @@ from caden.experiments.store import RunStore, digest
 
 EFFORTS = ("communications", "bytes", "gradients", "time")
 POINTS = 40  # of a curve
+COMPUTING = ("_tensor", "data", "engine", "methods", "networks", "problems", "solvers", "theory")  # of the package
 MOST = 2  # a run ends at so many times the gradients of all local steps; Hessians can take far more
 
 
@@ -43,11 +46,11 @@ class Outcome:
     curve: list[list[float]] = field(default_factory=list)  # (communications, measure)
     refused: str = ""  # why it could not run
 
-    def score(self) -> tuple[float, float]:
-        """Return the sort key among runs to one goal, smaller is better: communications to the goal, then closeness."""
+    def score(self, effort: str) -> tuple[float, float]:
+        """Return the sort key among runs to one goal, smaller is better: the effort to reach it, then closeness."""
         if self.refused or self.stopped == "diverged" or self.measure is None:
             return math.inf, math.inf
-        return (self.efforts["communications"] if self.reached else math.inf), self.measure
+        return (self.efforts[effort] if self.reached else math.inf), self.measure
 
 
 class Outcomes:
@@ -147,10 +150,29 @@ class Outcomes:
 
 
 def key_of(config: Experiment) -> str:
-    """Return the name of an outcome: of what is computed and, for a method from a file, by which code."""
-    source = Path(config.method["name"].rpartition(":")[0])
-    code = source.read_bytes() if source.suffix == ".py" and source.is_file() else b""
-    return digest(config) + (f"-{hashlib.blake2b(code, digest_size=6).hexdigest()}" if code else "")
+    """Return the name of an outcome: of what is computed and by which code, also that beside a method from a file."""
+    code = _own_code()
+    source = config.method["name"].rpartition(":")[0]
+    if source.endswith(".py"):
+        code += _code(Path(source).parent.glob("*.py"))
+    elif source and (spec := find_spec(source)) is not None and spec.origin is not None:
+        code += _code(Path(spec.origin).parent.glob("*.py"))
+    return f"{digest(config)}-{hashlib.blake2b(code.encode(), digest_size=6).hexdigest()}"
+
+
+def _code(paths: Iterable[Path]) -> str:
+    """Return a digest of some files."""
+    content = hashlib.blake2b(digest_size=8)
+    for path in sorted(paths):
+        content.update(path.name.encode() + b"\0" + path.read_bytes())
+    return content.hexdigest()
+
+
+@cache
+def _own_code() -> str:
+    """Return a digest of the parts of this package that compute."""
+    package = Path(caden.__file__).parent
+    return _code([*package.glob("*.py"), *(path for part in COMPUTING for path in (package / part).rglob("*.py"))])
 
 
 @cache

@@ -40,6 +40,7 @@ class Suite(NamedTuple):
     graphs: dict[str, dict[str, Any]]
     conditions: dict[str, dict[str, Any]]
     largest: dict[str, int]
+    left_out: dict[str, str]  # method -> why
     slices: dict[str, list[str]]
     problems: dict[str, dict[str, Any]]  # experiments, with a table `arena` of what else the arena needs to know
 
@@ -61,13 +62,17 @@ class Suite(NamedTuple):
         """Return all cells."""
         return [Cell(*names) for names in product(self.problems, self.graphs, self.conditions)]
 
+    def effort(self, cell: Cell) -> str:
+        """Return by which effort methods are tuned and ranked in a cell."""
+        return str(self.conditions[cell.condition].get("effort", "communications"))
+
     def experiment(self, cell: Cell, method: str) -> Experiment:
         """Return the experiment of a method in a cell, with its default parameters."""
         table = {k: dict(v) if isinstance(v, dict) else v for k, v in self.problems[cell.problem].items()}
         del table["arena"]
         table["problem"] = {"agents": self.agents, **table["problem"]}
         agents = table["problem"]["agents"]
-        condition = dict(self.conditions[cell.condition])
+        condition = {k: v for k, v in self.conditions[cell.condition].items() if k != "effort"}
         clock = {**self.clock, **condition.pop("clock", {})}
         if clock.get("mode") == "deadline" and method in CARDS and "sleep" not in CARDS[method].survives:
             clock = {k: v for k, v in clock.items() if k not in ("mode", "deadline")}  # it waits

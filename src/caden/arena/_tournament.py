@@ -1,9 +1,9 @@
 """A tournament: in each cell every method is tuned with the same budget, and its best parameters run with every seed.
 
 Tuning is successive halving over points of a Halton sequence in the method's own space, beside its defaults: all points
-for a ninth of the rounds, the best third of them for a third; the best of these is taken. It minimises communications
-to the goal. It has another start and other draws than the measured runs, and accuracies on samples that are held out
-from training; of the test set it sees nothing.
+for a ninth of the rounds, the best third of them for a third; the best of these is taken. It minimises the effort that
+counts in the cell, communications to the goal or time. It has another start and other draws than the measured runs, and
+accuracies on samples that are held out from training; of the test set it sees nothing.
 """
 
 from __future__ import annotations
@@ -70,22 +70,35 @@ class Standings(NamedTuple):
 
     entries: list[Entry]
     excluded: list[dict[str, str]]  # problem, graph, condition, method, reason
+    main: dict[Cell, str]  # the effort that counts in each cell
 
-    def ranking(self, cell: Cell, effort: str = "communications") -> list[tuple[Entry, float]]:
-        """Return the ranked entries of a cell with their median efforts, the cheapest first; the others come last."""
+    def cells(self) -> list[Cell]:
+        """Return the cells with entries, in order."""
+        return list(dict.fromkeys(entry.cell for entry in self.entries))
+
+    def ranking(self, cell: Cell, effort: str = "") -> list[tuple[Entry, float]]:
+        """Return the ranked entries of a cell with their median efforts, the cheapest first; the others come last.
+
+        By default, by the effort that counts in the cell.
+        """
+        effort = effort or self.main[cell]
         here = [e for e in self.entries if e.cell == cell and not e.server]
         ranked = [(e, m.median if (m := e.effort(effort)) and m.median is not None else math.inf) for e in here]
         return sorted(ranked, key=lambda pair: (pair[1], pair[0].method))
 
-    def costs(self, effort: str = "communications", seeds: bool = True) -> dict[str, dict[str, float]]:
-        """Return {method: {instance: cost}}; instances are cells and seeds, or cells alone with their median."""
+    def costs(self, effort: str = "", seeds: bool = True) -> dict[str, dict[str, float]]:
+        """Return {method: {instance: cost}}; instances are cells and seeds, or cells alone with their median.
+
+        By default, by the effort that counts in each cell.
+        """
         table: dict[str, dict[str, float]] = {}
         for entry in (e for e in self.entries if not e.server):
             line = table.setdefault(entry.method, {})
             if seeds:
-                line |= {f"{entry.cell}/{seed}": cost for seed, cost in enumerate(entry.costs(effort))}
+                costs = entry.costs(effort or self.main[entry.cell])
+                line |= {f"{entry.cell}/{seed}": cost for seed, cost in enumerate(costs)}
             else:
-                cost = entry.effort(effort)
+                cost = entry.effort(effort or self.main[entry.cell])
                 line[str(entry.cell)] = math.inf if cost is None or cost.median is None else cost.median
         return table
 
@@ -103,9 +116,14 @@ def estimate(suite: Suite, cells: Sequence[Cell], methods: Sequence[str]) -> flo
     """Return the seconds that the runs take on one core like that on which the problems' `seconds` were measured."""
     total = 0.0
     for cell in cells:
-        present = sum(not excluded(suite.experiment(cell, method)) for method in methods)
+        present = sum(not _reason(suite, suite.experiment(cell, method)) for method in methods)
         total += present * (RUNGS + len(suite.seeds)) * suite.problems[cell.problem]["arena"]["seconds"]
     return total
+
+
+def _reason(suite: Suite, config: Experiment) -> str:
+    """Return why a method is not measured in a cell, or ""."""
+    return suite.left_out.get(config.method["name"], "") or excluded(config)
 
 
 def hold(
@@ -116,7 +134,7 @@ def hold(
     ended: Callable[[str, float], None] = lambda text, seconds: None,
 ) -> Standings:
     """Run the arena cell by cell; `ended` is called with a text and a part of `estimate` whenever a run has ended."""
-    standings = Standings([], [])
+    standings = Standings([], [], {cell: suite.effort(cell) for cell in cells})
     builder = RunStore(outcomes.folder)
     for cell in cells:
         done, table = 0.0, suite.problems[cell.problem]
@@ -143,8 +161,8 @@ def _hold_cell(
     ended: Callable[[Experiment], None],
 ) -> tuple[list[Entry], dict[str, str]]:
     configs = {method: suite.experiment(cell, method) for method in methods}
-    left_out = {method: why for method, config in configs.items() if (why := excluded(config))}
-    configs = {method: config for method, config in configs.items() if method not in left_out}
+    left_out = {_label(method): why for method, config in configs.items() if (why := _reason(suite, config))}
+    configs = {method: config for method, config in configs.items() if _label(method) not in left_out}
     if not configs:
         return [], left_out
     try:
@@ -156,7 +174,7 @@ def _hold_cell(
     except Interrupted:
         raise
     except (CadenError, RunError) as error:  # its data are not on this machine, or the warm-up diverges
-        return [], left_out | dict.fromkeys(configs, str(error))
+        return [], left_out | dict.fromkeys(map(_label, configs), str(error))
     for method in [m for m in configs if facts["dim"] > suite.largest.get(m, math.inf)]:
         left_out[method] = f"takes too long with more than {suite.largest[method]} parameters"
         del configs[method]
@@ -170,7 +188,7 @@ def _hold_cell(
     for number, (method, table) in enumerate(tuned.items()):
         mine = done[number :: len(tuned)]
         if all(outcome.refused for outcome in mine):
-            refused[method] = mine[0].refused
+            refused[_label(method)] = mine[0].refused
         else:
             entries.append(Entry(cell, _label(method), {k: v for k, v in table.items() if k != "name"}, mine))
     return entries, left_out | refused
@@ -210,10 +228,10 @@ def _tune(
         for method, tables in list(alive.items()):
             scored = [(best[method, str(t)], t) for t in tables]
             if all(outcome.refused for outcome, _ in scored):
-                refused[method] = scored[-1][0].refused
+                refused[_label(method)] = scored[-1][0].refused
                 del alive[method]
                 continue
-            ranked = sorted(range(len(scored)), key=lambda n: (*scored[n][0].score(), n))
+            ranked = sorted(range(len(scored)), key=lambda n: (*scored[n][0].score(suite.effort(cell)), n))
             alive[method] = [scored[n][1] for n in ranked[: max(1, math.ceil(len(ranked) / 3))]]
     return {method: tables[0] for method, tables in alive.items()}, refused
 

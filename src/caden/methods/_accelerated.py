@@ -24,9 +24,9 @@ from torch import Tensor
 from caden._tensor.rows import row_dots
 from caden._tensor.states import flatten, restore
 from caden.core import Info, Method, Round
-from caden.errors import require_integer
+from caden.errors import CadenError, require_integer
 from caden.methods._dense import must_be_awake
-from caden.methods._registry import METHODS, advice_for, register
+from caden.methods._registry import METHODS, PENALTY, advice_for, register
 from caden.registry import make
 
 
@@ -75,13 +75,19 @@ def _with_rows(inner: Any, rows: Tensor, round: Round) -> Any:
     return restore(inner, tensors, "")
 
 
-@register({"method": {"name": "caden", "mu_z": 0.4, "solver": "exact"}}, space={"secants": [1, 3, 8]})
-def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 3) -> Method:
-    """Any method with its fixed-point map accelerated by secant pairs; needs everyone awake.
+@register(
+    {"method": {"name": "caden", "mu_z": 0.4, "solver": "exact"}},
+    space={"mu_z": PENALTY, "secants": [1, 3, 8]},
+    equal_steps=True,
+    server=True,
+)
+def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 3, **parameters: Any) -> Method:
+    """Any method with its fixed-point map accelerated by secant pairs; needs everyone awake, and sums over all agents.
 
     Args:
         method: the method to accelerate, as an object, a name or a table.
         secants: number of secant pairs.
+        parameters: those of the method, such as `mu_z`, if it is given by its name or a table.
 
     Reference: Zhou, Alexander and Lange, Statistics and Computing 21, 2011.
 
@@ -91,8 +97,10 @@ def accelerated(method: Method | str | dict[str, Any] = "caden", secants: int = 
     >>> bool((result.mean - problem.solution).norm() < 1e-6)
     True
     """
+    if isinstance(method, Method) and parameters:
+        raise CadenError(f"`method` is made already, so it cannot take {', '.join(map(repr, parameters))}.")
     table = {"name": method} if isinstance(method, str) else method
-    base: Method = table if isinstance(table, Method) else make("method", METHODS, table)
+    base: Method = table if isinstance(table, Method) else make("method", METHODS, {**table, **parameters})
     q = require_integer("secants", secants, least=1)
 
     def total(round: Round, products: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class Card(NamedTuple):
     space: dict[str, Any]  # what `caden tune` searches
     theory: bool  # whether `caden.theory` covers its mu_z, mu_y and relax
     has_solver: bool  # its agents solve subproblems with a local solver, which can stop by itself
-    server: bool  # its agents meet through a server; the graph plays no part
+    server: bool  # it needs a server: its agents meet there instead of on the graph, or sums over all agents are taken
     free: bool  # a round is at most one exchange over arcs, so agents need not wait for each other
 
 

@@ -71,10 +71,14 @@ def quadratic(
     dim: int = 5,
     seed: int = 0,
     condition: float = 10.0,
+    common: bool = False,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Quadratic:
     """Random strongly convex quadratics, one per agent: eigenvalues from 1/condition to 1, b standard normal.
+
+    The mean of agents with eigenvectors of their own is far better conditioned than each of them. With `common` they
+    share eigenvectors, and eigenvalues up to factors between 1/2 and 1, so that the mean has about `condition` too.
 
     >>> quadratic(agents=3, dim=2).solution.shape
     torch.Size([2])
@@ -87,6 +91,9 @@ def quadratic(
     spread = torch.rand(agents, dim, generator=generator, dtype=torch.float64)
     if dim > 1:
         spread[:, 0], spread[:, 1] = 0, 1
-    A = basis @ torch.diag_embed(condition**-spread) @ basis.mT
+    eigenvalues = condition**-spread
+    if common:
+        basis, eigenvalues = basis[:1], eigenvalues[:1] / (1 + torch.rand(agents, dim, generator=generator).double())
+    A = basis @ torch.diag_embed(eigenvalues) @ basis.mT
     b = torch.randn(agents, dim, generator=generator, dtype=torch.float64)
     return quadratics((A + A.mT) / 2, b, dtype, device)
