@@ -22,6 +22,7 @@ from caden.experiments.store import digest
 from caden.networks.clock import Values
 from caden.networks.messages import Messages
 from caden.networks.transport import Memory, Overlapped
+from caden.schedules import switch
 
 AGENTS, DIM = 6, 3
 
@@ -232,6 +233,54 @@ def test_a_loose_deadline_takes_as_long_as_waiting(setting, method):
         assert result.history["time"].is_monotonic_increasing
         assert result.agents["idle"].min() > -1e-12
     assert took["deadline"] == pytest.approx(took["wait"], rel=1e-12)
+
+
+@pytest.mark.parametrize("work", ["auto", 3, switch(20, 1, at=3)])
+def test_under_a_loose_deadline_every_round_takes_what_was_computed_in_it(work):
+    """Two agents with the same function, so that they need equally many steps: no step is charged in advance."""
+    problem = caden.problems.quadratics(np.stack([np.diag([1.0, 5.0, 30.0])] * 2), [[1.0, -2.0, 3.0]] * 2)
+    clock = {"compute": 0.5, "mode": "deadline", "deadline": 100.0}
+    start = torch.tensor([[3.0, 1.0, -2.0]] * 2, dtype=torch.float64)
+    method = caden.methods.caden(mu_z=1.0)
+    result = caden.simulate(method, problem, caden.graphs.path(2), 8, local_steps=work, clock=clock, x0=start)
+    gradients = result.history["gradients"].to_numpy() / 2  # the one before the first round is part of it
+    assert np.allclose(result.history["time"][1:], 0.5 * gradients[1:], rtol=1e-12)
+
+
+def test_deadlines_do_not_expect_the_largest_number_of_steps():
+    """Steps that end by themselves begin with an estimate of one gradient: no round is empty."""
+    problem, graph = caden.problems.quadratic(agents=4, dim=3), caden.graphs.ring(4)
+    clock = {"compute": 0.1, "mode": "deadline", "deadline": 1.0}
+    work = caden.schedules.auto(most=100)
+    result = caden.simulate(caden.methods.caden(mu_z=1.0), problem, graph, 5, local_steps=work, clock=clock)
+    assert (result.history["active"][1:] > 0).all()
+
+
+@pytest.mark.parametrize("made", [(5, 1), (12, 1), (2, 30)])
+def test_a_wrong_estimate_costs_or_gives_the_rounds_in_between(made):
+    """An agent takes part in as many rounds as one whose steps are known beforehand."""
+    problem, graph = caden.problems.quadratic(agents=4, dim=2), caden.graphs.complete(4)
+    first, later = made
+
+    def work(round, draw):
+        return np.full(4, first if round == 0 else later)
+
+    clock = {"compute": [1.0, 0.1, 0.1, 0.1], "mode": "deadline", "deadline": 1.0}
+    result = caden.simulate(gd(), problem, graph, 60, local_steps=work, clock=clock)
+    expected = 60 / later
+    assert result.agents["steps"][0] == pytest.approx(expected, abs=2 + first / later)
+
+
+@pytest.mark.parametrize("unit", [0.1, 0.2, 0.3, 0.7, 1 / 3])
+def test_the_unit_of_time_changes_nothing(setting, unit):
+    """Sums of equal times differ in their last bits, and still mean the same moment."""
+    problem, graph = setting
+    ends = []
+    for c in (0.25, unit):
+        clock = {"compute": [c, c, 3 * c, c, c, 2 * c], "latency": 2 * c, "mode": "free"}
+        ends.append(caden.simulate(gd("radmm"), problem, graph, 15, local_steps=1, clock=clock))
+    assert torch.equal(ends[0].x, ends[1].x)
+    assert last(ends[1], "time")[0] == pytest.approx(last(ends[0], "time")[0] * unit / 0.25, rel=1e-12)
 
 
 def test_time_never_runs_backwards_and_computing_is_not_idling(setting):

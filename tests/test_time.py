@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from caden import CadenError
+from caden import CadenError, Clock
 from caden.experiments import calibrate
 from caden.experiments import plan as plans
 from caden.experiments.config import experiment
@@ -176,8 +176,23 @@ def test_a_link_is_measured_one_way():
     server.close()
     assert 0.01 <= found.latency < 0.02
     assert 1e6 < found.bandwidth <= 4.2e6
-    text = calibrate.as_toml(calibrate.Machine(0.12345, 0.01, 0.002), found)
-    assert all(part in text for part in ("compute = 0.123\n", "serve = 0.002", "up = ", "pull = true"))
+    clock = calibrate.as_clock(calibrate.Machine(0.12345, 0.01, 0.002), found, "free")
+    assert clock["compute"] == 0.123 and clock["serve"] == 0.002 and clock["pull"] and clock["mode"] == "free"
+    assert clock["up"] == pytest.approx(found.bandwidth, rel=0.01) and Clock.from_spec(clock)
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "free"])
+def test_the_default_method_is_measured_in_a_fleet(call, tmp_path, mode):  # noqa: F811
+    """Its agents agree on a penalty by maxima, which are shorter than models."""
+    pytest.importorskip("zenoh")
+    words = ["problem.name=quadratic", "problem.agents=4", "graph.name=ring", "local_steps=3", "rounds=5"]
+    ends = [f"tcp/127.0.0.1:{port}" for port in (1, 2, 3, 4)]  # the command takes free ones
+    words += [f"fleet.endpoints={ends}", "fleet.format=1", "fleet.name=m", f"fleet.mode={mode}"]
+    settings = [word for text in words for word in ("--set", text)]
+    code, out, errors = call("clock", "measure", *settings, "--steps", "3", "--json")
+    assert code == 0, errors
+    clock = json.loads(out)["clock"]
+    assert clock["compute"] > 0 and clock.get("mode") == ("free" if mode == "free" else None)
 
 
 def test_answering_ends_by_itself(tmp_path):

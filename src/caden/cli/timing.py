@@ -78,19 +78,23 @@ def measure(
     as_json: Json = False,
 ) -> None:
     """Time an agent's steps on this machine, and a link. Print a table [clock]."""
+    import tomli_w
+
     from caden.cli import show
     from caden.experiments import calibrate
     from caden.experiments.config import experiment
 
     if link is not None:
-        calibrate.parse_address(link)  # refused before anything is measured
+        calibrate.require_answer(link)  # before anything is measured
     with outside_code(no_code):
-        machine = calibrate.measure_machine(experiment(file, settings or []), agent, steps)
+        config = experiment(file, settings or [])
+        machine = calibrate.measure_machine(config, agent, steps)
     line = None if link is None else calibrate.measure_link(link)
+    clock = {"clock": calibrate.as_clock(machine, line, calibrate.mode_of(config))}
     if as_json:
-        show.as_json(machine._asdict() | ({} if line is None else line._asdict()))
+        show.as_json(clock)
     else:
-        print(calibrate.as_toml(machine, line), end="")
+        print(tomli_w.dumps(clock), end="")
 
 
 def answer(

@@ -157,7 +157,7 @@ class Run:
         self.timer = network.timer
         if self.timer is not None:
             self.timer.gradients = self._gradients
-            self.timer.planned = lambda index: self._work(index).numpy()
+            self.timer.planned, self.timer.adaptive = lambda index: self._work(index).numpy(), work.accuracy is not None
             self.problem.by_agent = np.zeros(self.problem.agents, np.int64)
 
     def _gradients(self) -> np.ndarray:

@@ -23,7 +23,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tomli_w
 import torch
 from torch import Tensor
 
@@ -36,9 +35,9 @@ from caden.errors import CadenError, RunError, require_integer
 from caden.experiments.config import Experiment
 from caden.experiments.peer import prepare_peer, run_peer
 from caden.networks.peers.fleet import FORMAT, Fleet, free_ports
-from caden.networks.peers.link import ZenohLink
+from caden.networks.peers.link import ASK, ZenohLink
 from caden.networks.peers.transports import HEADER, LANES, Received
-from caden.networks.peers.wire import LIFE
+from caden.networks.peers.wire import LIFE, row_like
 
 LARGEST = 1 << 26  # bytes that one request may ask for
 PINGS = 10
@@ -98,9 +97,18 @@ class _Mirror(ZenohLink):
                 version, row, _ = self.read(0)[agent]
                 self.report_progress(version % LIFE)
             else:
-                row = self.wait(agent, version, self._like)
+                row = self.wait(agent, version, self._like_of(agent, version))
                 self.report_progress(version // LANES)
             self.publish(version, {agent: row})
+
+    def _like_of(self, agent: int, version: int) -> Tensor:
+        """Return a tensor like the agent's row of a version: a maximum that agents agree on is shorter than a model."""
+        selector = f"{self._key('row', agent, self._agent)}?v={version};o=0;b=-1"
+        while not self._closing.is_set():
+            reply = next((r.ok for r in self._session.get(selector, timeout=ASK) if r.ok is not None), None)
+            if reply is not None and reply.attachment is not None:
+                return row_like(bytes(reply.attachment))
+        return self._like
 
 
 def _mirror(config: Experiment, agent: int, like: Tensor, ready: Any) -> None:
@@ -155,11 +163,16 @@ def measure_machine(config: Experiment, agent: int = 0, steps: int = 20) -> Mach
     return Machine(alone.compute, max(alone.seconds - alone.gradient_seconds, 0.0) + linking / 2, serve)
 
 
+def mode_of(config: Experiment) -> str:
+    """Return the mode of an experiment's fleet."""
+    return Fleet.of(config).mode if config.fleet else "lockstep"
+
+
 def _as_peers(config: Experiment, agents: int, rounds: int) -> Experiment:
     """Return an experiment of peers on this machine, always awake, without early ends; in the mode of its fleet."""
     endpoints = [f"tcp/127.0.0.1:{port}" for port in free_ports(agents)]
-    mode = Fleet.of(config).mode if config.fleet else "lockstep"
-    fleet = {"format": FORMAT, "name": f"measure-{secrets.token_hex(3)}", "mode": mode, "endpoints": endpoints}
+    name = f"measure-{secrets.token_hex(3)}"
+    fleet = {"format": FORMAT, "name": name, "mode": mode_of(config), "endpoints": endpoints}
     messages = {k: v for k, v in config.messages.items() if k in ("top", "bits", "trigger")}
     changes = {"participation": 1.0, "links": 1.0, "clock": None, "tolerance": None, "warmup": {"steps": 0}}
     return config.model_copy(update={**changes, "messages": messages, "fleet": fleet, "rounds": rounds})
@@ -236,19 +249,31 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def measure_link(address: str, patience: float = 10.0) -> Line:
-    """Measure the link to a machine on which `caden clock answer` runs."""
+def require_answer(address: str, patience: float = 10.0) -> None:
+    """Require that the machine at an address answers."""
+    with _connected(address, patience) as line:
+        _ask(line, 1)
+
+
+@contextmanager
+def _connected(address: str, patience: float) -> Iterator[socket.socket]:
     try:
         with socket.create_connection(parse_address(address), patience) as line:
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            pings = [_ask(line, 1) for _ in range(PINGS)]
-            size, seconds = 1 << 16, 0.0
-            while seconds < LONG and size < LARGEST:
-                size *= 2
-                seconds = _ask(line, size) - min(pings)
-            rates = [size / max(_ask(line, size) - min(pings), 1e-9) for _ in range(3)]
+            yield line
     except (OSError, UnicodeError) as error:  # such as a label of a host's name that is too long
         raise RunError(f"Cannot measure the link to {address}: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def measure_link(address: str, patience: float = 10.0) -> Line:
+    """Measure the link to a machine on which `caden clock answer` runs."""
+    with _connected(address, patience) as line:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        pings = [_ask(line, 1) for _ in range(PINGS)]
+        size, seconds = 1 << 16, 0.0
+        while seconds < LONG and size < LARGEST:
+            size *= 2
+            seconds = _ask(line, size) - min(pings)
+        rates = [size / max(_ask(line, size) - min(pings), 1e-9) for _ in range(3)]
     return Line(min(pings) / 2, statistics.median(rates))
 
 
@@ -300,10 +325,10 @@ def _serve(line: socket.socket, end: float) -> None:
         return
 
 
-def as_toml(machine: Machine, line: Line | None) -> str:
-    """Return the table `[clock]` of a file."""
+def as_clock(machine: Machine, line: Line | None, mode: str) -> dict[str, Any]:
+    """Return the table `[clock]` of a file; `mode` is that of the fleet."""
     values: dict[str, Any] = {k: float(f"{v:.3g}") for k, v in machine._asdict().items()}
     if line is not None:
         latency, rate = (float(f"{v:.3g}") for v in line)
         values |= {"latency": latency, "up": rate, "pull": True}  # neighbours share this machine's connection
-    return tomli_w.dumps({"clock": values})
+    return values | ({"mode": "free"} if mode == "free" else {})

@@ -18,6 +18,8 @@ from caden.networks.layout import Layout
 from caden.networks.timers import Timer, Turn
 from caden.networks.transport import Memory
 
+_TOGETHER = 1e-12  # times that differ by this share are one: sums of equal times differ in their last bits
+
 
 class _Letters(NamedTuple):
     """Messages under way."""
@@ -44,7 +46,7 @@ class FreeTimer(Timer):
         super().__init__(clock, graph, draw)
         if (self.compute(0) + self.overhead(0) <= 0).any():
             raise CadenError('`clock.compute` must be positive in the mode "free": steps would take no time.')
-        self._state |= {"ends": np.full(self.agents, -1.0), "expected": np.zeros(self.agents)}
+        self._state["ends"] = np.full(self.agents, -1.0)
         # Of each arc: the newest message that its peer has taken, and when, and, if messages are pulled, the newest one
         # sent and offered, when that was, and when a request for it comes in (infinite: none does).
         arcs = len(self.owner)
@@ -70,26 +72,25 @@ class FreeTimer(Timer):
     def turn(self, index: int, active: Tensor) -> Turn:
         state = self._state
         if (state["ends"] < 0).any():  # the first steps
-            state["expected"] = self.planned(0).astype(float)
             state["ends"] = self._end(state["now"], 0)
-        first = state["ends"] == state["ends"].min()
+        first = state["ends"] <= state["ends"].min() * (1 + _TOGETHER)
         count = int(state["steps"][first].min())
         self._turn, self._charged = Turn(count, torch.from_numpy(first & (state["steps"] == count))), False
         return self._turn
 
     def _end(self, begin: np.ndarray, index: int) -> np.ndarray:
         """Return (m,) when steps end that begin at some times."""
-        seconds = self.overhead(index) + self.compute(index) * self._state["expected"]
+        seconds = self.overhead(index) + self.compute(index) * self.expected(index)
         if (seconds <= 0).any():
             raise CadenError('Steps that take no time have no order in the mode "free": `local_steps` must not be 0.')
         end = begin + seconds
         tick = self.clock.tick
-        return np.asarray(np.ceil(end / tick * (1 - 1e-12)) * tick if tick else end)
+        return np.asarray(np.ceil(end / tick * (1 - _TOGETHER)) * tick if tick else end)
 
     def deliver(self, arcs: Tensor, sends: Tensor) -> tuple[Tensor, Tensor]:
         """Send the messages of the agents that step now; return the newest ones that have come, and where."""
         index, state, active = self._turn.index, self._state, self._turn.active.numpy()
-        moment = float(state["ends"][active].min())
+        moment = float(state["ends"][active].max())
         done, self.posted = self._charge_step(moment), (0, 0)
         sending = sends.squeeze(1).cpu().numpy() & active[self.owner]
         begin = done[self.owner]
@@ -110,7 +111,7 @@ class FreeTimer(Timer):
         done = np.maximum(moment, state["now"])
         if self.clock.tick:
             state["now"] = np.where(active, done, state["now"])
-        state["expected"] = np.where(active, made, state["expected"])
+        self.learn(index, active, made)
         self._charged = True
         return np.asarray(done)
 
@@ -169,7 +170,7 @@ class FreeTimer(Timer):
 
     def _answer(self, index: int, until: np.ndarray) -> None:
         """Send the newest rows to those whose requests have come in by then (2E,), before newer ones are offered."""
-        state, asked = self._state, self._state["request"] <= until
+        state, asked = self._state, self._state["request"] <= until * (1 + _TOGETHER)
         if self._offers is None or not asked.any():
             return
         self._post(index, asked, state["offered"], state["request"], self._offers)
@@ -182,7 +183,7 @@ class FreeTimer(Timer):
         received, came = torch.zeros_like(arcs), torch.zeros(len(arcs), 1, dtype=torch.bool, device=arcs.device)
         waiting = []
         for letters in self._letters:  # in the order in which they were sent
-            here = active[self.peer[letters.arcs]] & (letters.arrivals <= moment)
+            here = active[self.peer[letters.arcs]] & (letters.arrivals <= moment * (1 + _TOGETHER))
             if not here.all():
                 waiting.append(letters.select(~here))
             newer = letters.select(here & (letters.numbers > taken[letters.arcs]))
@@ -197,7 +198,7 @@ class FreeTimer(Timer):
     def end_turn(self, turn: Turn) -> int:
         state, active = self._state, turn.active.numpy()
         if not self._charged:  # nothing was sent
-            self._charge_step(float(state["ends"][active].min()))
+            self._charge_step(float(state["ends"][active].max()))
         state["steps"] += active
         next_end = np.maximum(self._end(state["now"], turn.index + 1), state["ends"])
         state["ends"] = np.where(active, next_end, state["ends"])

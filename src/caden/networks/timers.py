@@ -55,12 +55,15 @@ class Timer:
         # Set by the run: (m,) gradients so far, and local steps in a round.
         self.gradients: Callable[[], np.ndarray] = lambda: np.zeros(m, np.int64)
         self.planned: Callable[[int], np.ndarray] = lambda index: np.ones(m)
+        self.adaptive = False  # the planned steps are an upper bound
         self._awake = np.ones(m, bool)
         self._serving = np.zeros(m)  # seconds that the next exchange leaves for work on messages
         zero = np.zeros(m)
         # Seconds: where each agent's own time stands, its computing time, and how long arcs were waited for.
         self._state = {"now": zero.copy(), "busy": zero.copy(), "waited": np.zeros(len(self.owner))}
         self._state |= {"charged": np.zeros(m, np.int64), "steps": np.zeros(m, np.int64)}
+        # Gradients per planned step in each agent's last round; negative: unknown.
+        self._state["rate"] = np.full(m, -1.0)
         # When an agent's own connection, and each arc, is free again.
         self._state |= {"up": zero.copy(), "down": zero.copy(), "line": np.zeros(len(self.owner))}
 
@@ -100,6 +103,16 @@ class Timer:
         self._state["charged"] = total.copy()
         self._work(self.compute(index) * new)
         return np.asarray(new)
+
+    def expected(self, index: int) -> np.ndarray:
+        """Return (m,) how many gradients a step will probably take."""
+        planned, rate = np.maximum(self.planned(index), 1), self._state["rate"]
+        return np.asarray(np.where(rate >= 0, rate * planned, 1 if self.adaptive else planned))
+
+    def learn(self, index: int, active: np.ndarray, made: np.ndarray) -> None:
+        """Note how many gradients the steps of active agents took."""
+        rate = made / np.maximum(self.planned(index), 1)
+        self._state["rate"] = np.where(active, rate, self._state["rate"])
 
     def _work(self, seconds: np.ndarray) -> None:
         """Let agents compute for (m,) seconds."""
@@ -191,7 +204,8 @@ class DeadlineTimer(Timer):
     """Rounds of limited length: who is not ready at the end of one counts as asleep in it.
 
     A step is made in the round in which the agent is ready, and only then its gradients and messages are known. Until
-    then it is taken to be as long as the agent's last one; the next step makes up for the difference.
+    then it is taken to be as long as the agent's last one. If that puts it into another round than it belongs to, the
+    next step is longer or shorter by the rounds in between.
     """
 
     may_sleep = True
@@ -199,11 +213,12 @@ class DeadlineTimer(Timer):
     def __init__(self, clock: Clock, graph: Graph, draw: Draw):
         super().__init__(clock, graph, draw)
         m = self.agents
-        # Seconds of work left (negative: none); gradients and seconds of messages of each agent's last step, and how
-        # long that was taken to be (0: unknown); seconds that the next one makes up for; seconds per gradient now.
-        self._state |= {"left": np.full(m, -1.0), "expected": np.zeros(m), "way": np.zeros(m), "took": np.zeros(m)}
+        # Seconds of work left (negative: none); seconds of messages of each agent's last step, and how long that was
+        # taken to be (0: unknown); seconds by which the next one is longer; seconds per gradient now.
+        self._state |= {"left": np.full(m, -1.0), "way": np.zeros(m), "took": np.zeros(m)}
         self._state |= {"owed": np.zeros(m), "pace": np.zeros(m)}
         self._state["round"] = np.zeros(2)  # length of this round, and how many there were
+        self._limit, self._all_ready = 0.0, False  # of this round
         self._sent = np.zeros(m)  # seconds of messages in this round
 
     def columns(self) -> dict[str, float]:
@@ -220,7 +235,7 @@ class DeadlineTimer(Timer):
     def _computed(self) -> np.ndarray:
         state = self._state  # what steps took longer than they were taken to is still to come
         under_way = np.where(state["left"] >= 0, np.maximum(state["left"] - state["took"], 0.0), 0.0)
-        return np.asarray(state["busy"] - np.maximum(state["owed"], 0.0) - under_way)
+        return np.asarray(np.maximum(state["busy"] - np.maximum(state["owed"], 0.0) - under_way, 0.0))
 
     def begin(self) -> None:
         super().begin()
@@ -248,8 +263,7 @@ class DeadlineTimer(Timer):
         state = self._state
         begins = (state["left"] < 0) & active.numpy()
         state["pace"] = np.where(begins, self.compute(index), state["pace"])
-        gradients = np.where(state["expected"] > 0, state["expected"], self.planned(index))
-        seconds = state["pace"] * gradients + self.overhead(index) + state["way"]
+        seconds = state["pace"] * self.expected(index) + self.overhead(index) + state["way"]
         total = np.maximum(seconds + state["owed"], 0.0)
         state["left"][begins] = total[begins]
         known = np.where(state["took"] > 0, state["took"], total)
@@ -260,7 +274,7 @@ class DeadlineTimer(Timer):
         ready = working & (state["left"] <= limit * (1 + 1e-12))
         if limit <= 0 and (working & ~ready).any():
             raise CadenError("`clock.deadline` gives rounds that take no time: raise the quantile, or set seconds.")
-        state["round"][0] = float(state["left"][working].max()) if working.any() and ready[working].all() else limit
+        self._limit, self._all_ready = limit, bool(working.any() and ready[working].all())
         self._sent = np.zeros(self.agents)
         return Turn(index, torch.from_numpy(ready))
 
@@ -271,11 +285,15 @@ class DeadlineTimer(Timer):
         overhead = self.overhead(index)
         self._work(np.where(ready, state["pace"] * made + overhead, 0.0))
         seconds = state["pace"] * made + overhead + self._sent
-        state["owed"] = np.where(ready, state["owed"] + seconds - state["took"], state["owed"])
-        state["expected"] = np.where(ready, made, state["expected"])
+        left = np.where(ready, state["left"] + seconds - state["took"], 0.0)  # as it turned out
+        length = min(max(float(left.max()), 0.0), self._limit) if self._all_ready else self._limit
+        late = np.maximum(left - length, 0.0) + np.minimum(left, 0.0)
+        if length > 0:  # in rounds
+            late = np.sign(late) * np.ceil(np.abs(late) / length * (1 - 1e-12)) * length
+        state["owed"] += np.where(ready, late, 0.0)
+        self.learn(index, ready, made)
         state["way"] = np.where(ready, self._sent, state["way"])
-        length = state["round"][0]
         state["now"] += length
-        state["round"][1] += 1
+        state["round"] = np.array([length, state["round"][1] + 1])
         state["left"] = np.where(ready, -1.0, np.where(state["left"] >= 0, state["left"] - length, -1.0))
         return super().end_turn(turn)

@@ -104,6 +104,13 @@ class RowHeader(NamedTuple):
     digest: bytes
 
 
+def row_like(header: bytes) -> torch.Tensor:
+    """Return an empty row of the type and length that the header of its first piece names."""
+    _, kind, _, _, _, total, *_ = _ROW.unpack(header)
+    dtype = next(dtype for dtype, number in _DTYPES.items() if number == kind)
+    return torch.empty(total // dtype.itemsize, dtype=dtype)
+
+
 def read_row_header(header: bytes, sender: int, sizes: dict[torch.dtype, int], offset: int, length: int) -> RowHeader:
     """Return the header of a piece if it matches the request, else raise Refused; `sizes` are the bytes of a row."""
     if len(header) != _ROW.size:
