@@ -190,7 +190,7 @@ BAD = {
     "out in a file": (["run", "--out", "/dev/null/x"], "Cannot create the run directory"),
     "target without accuracy": (
         ["run", "--set", "problem.name=quadratic", "--set", "stop_at_target=true"],
-        "`stop_at_target` needs",
+        "which this problem does not measure",
     ),
 }
 

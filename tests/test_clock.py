@@ -600,8 +600,8 @@ def test_values_by_number_list_distribution_and_file(tmp_path):
     [
         ({"computing": 1}, "did you mean 'clock.compute'"),
         ({"mode": "fast"}, "clock.mode"),
-        ({"deadline": 1.0}, 'exactly in the mode "deadline"'),
-        ({"mode": "deadline"}, 'exactly in the mode "deadline"'),
+        ({"deadline": 1.0}, "belongs to the mode"),
+        ({"mode": "deadline"}, "needs `clock.deadline`"),
         ({"mode": "deadline", "deadline": -1}, "positive"),
         ({"mode": "deadline", "deadline": {"quantile": 2}}, "quantile"),
         ({"compute": [1, 2]}, "one per agent"),

@@ -73,7 +73,8 @@ def test_what_a_method_does_not_allow_is_listed(tmp_path):
 
 def test_the_fastest_by_bandwidth_is_the_smallest_of_all():
     def variant(name, fixed, sending):
-        return Variant(name, 5, "wait", "", True, fixed + sending, 1.0, 1, 1, sending)
+        times = tuple(fixed + sending / factor for factor in plans.FACTORS)
+        return Variant(name, 5, "wait", "", True, fixed + sending, 1.0, 1, 1, times)
 
     variants = [variant("a", 1.0, 9.0), variant("b", 4.0, 2.0), variant("c", 9.0, 0.5), variant("d", 10.0, 8.0)]
     best = plans._envelope(variants)
@@ -124,8 +125,9 @@ def test_the_command_prints_a_plan_to_a_tolerance(call, tmp_path, monkeypatch): 
     assert code == 0 and "a relative error of 0.001" in out and "in MB/s" in out and "*" in out
     code, out, _ = call(*command, "--json")
     found = json.loads(out)
-    times = {v["label"] if "label" in v else v["method"]: v["time"] for v in found["variants"]}
-    assert code == 0 and found["best"].startswith(min(times, key=times.get)) and all(times.values())
+    times = {v["label"]: v["time"] for v in found["variants"]}
+    assert code == 0 and found["best"] == min(times, key=times.get) and all(times.values())
+    assert found["tolerance"] == 0.001 and Path(found["picture"]).is_file()
     assert found["best_from"][0]["bandwidth"] == pytest.approx(2000 * found["best_from"][0]["bandwidth_factor"])
 
 
@@ -216,9 +218,44 @@ def test_answering_ends_by_itself(tmp_path):
     assert served == [3]
 
 
+def test_the_fastest_at_a_bandwidth_is_so_when_it_is_run_there(tmp_path):
+    """One agent computes slowly and the others send slowly, so that the time is not one line in 1 / bandwidth."""
+    words = ["problem.name=quadratic", "problem.agents=6", "problem.dim=20", "graph.name=ring", "method.mu_z=0.5"]
+    words += ["clock.compute=[1.0,0.1,0.1,0.1,0.1,0.1]", "clock.up=[1e9,200.0,200.0,200.0,200.0,200.0]"]
+    config = experiment(None, [*words, "warmup.steps=0", "rounds=600", "tolerance=1e-3"])
+    config = config.model_copy(update={"target": None})
+    found = plan(config, RunStore(tmp_path, progress=False), ["caden"], ["wait"], [3], [{}, {"bits": 4}])
+    for variant in found.variants:
+        messages = {"bits": 4} if variant.messages else {}
+        for factor in (0.1, 10.0):
+            up = [value * factor for value in config.clock["up"]]
+            same = config.model_copy(update={"clock": {**config.clock, "up": up}, "messages": messages})
+            end = same.model_copy(update={"local_steps": 3}).run(progress=False).rows[-1]
+            assert end["time"] == pytest.approx(variant.time_at(factor), rel=1e-9)
+
+
+def test_a_variant_that_is_refused_does_not_end_the_plan(tmp_path):
+    (tmp_path / "own.py").write_text("from caden.methods import gt\n\ndef mine(alpha=0.1):\n    return gt(alpha)\n")
+    store, name = RunStore(tmp_path / "plan", progress=False), f"{tmp_path / 'own.py'}:mine"
+    found = plan(convex(), store, [name, "caden"], ["wait", "free"], [4], [{}])
+    assert {v.mode for v in found.variants if v.method == name} == {"wait"}
+    assert any("single exchange over arcs" in why for why in found.skipped.values())
+    with pytest.raises(CadenError, match="local_steps"):
+        plan(convex(), RunStore(tmp_path / "other", progress=False), ["caden"], ["free"], [0], [{}])
+
+
+def test_a_run_that_cannot_be_free_leaves_no_directory(call, tmp_path):  # noqa: F811
+    words = ["problem.name=quadratic", "clock.mode=free", "method.name=gt", "warmup.steps=0"]
+    out = tmp_path / "g"
+    for _ in range(2):
+        code, _, errors = call("run", *(w for text in words for w in ("--set", text)), "--out", str(out))
+        assert code == 2 and "single exchange" in errors and len(errors.splitlines()) == 1 and not out.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["plan", "--set", "problem.name=quadratic", "--set", "clock.compute=0.1"], "set `tolerance` instead"),
         (["plan"], "no `[clock]`"),
         (["plan", "--set", "clock.compute=0.1", "--modes", "fast"], "mode"),
         (["plan", "--set", "clock.compute=0.1", "--steps", "few"], "`--steps` takes numbers"),

@@ -19,7 +19,7 @@ from caden.experiments.bench import Measure
 from caden.experiments.config import Experiment
 from caden.experiments.forecast import Forecast
 from caden.experiments.method_check import SETTINGS, verdict
-from caden.experiments.plan import Plan
+from caden.experiments.plan import FACTORS, Plan
 from caden.experiments.tune import Tuned
 
 
@@ -96,13 +96,19 @@ def plan(found: Plan, config: Experiment, json_wanted: bool) -> None:
     rate = _rate(config)
     goal = f"{config.target:.0%}" if config.target is not None else f"a relative error of {config.tolerance:g}"
     if json_wanted:
-        variants = [variant._asdict() for variant in found.variants]
+        variants = [
+            variant._asdict() | {"label": variant.label, "times": dict(zip(map(str, FACTORS), variant.times))}
+            for variant in found.variants
+        ]
         best = found.variants[0].label if found.variants and found.variants[0].reached else None
         changes = [
             {"bandwidth_factor": factor, "bandwidth": None if rate is None else rate * factor, "best": label}
             for factor, label in found.best_from
         ]
-        as_json({"variants": variants, "best": best, "skipped": found.skipped, "best_from": changes})
+        goals = {"target": config.target, "tolerance": config.tolerance}
+        picture = str(found.picture) if found.picture.exists() else None
+        ranking = {"variants": variants, "best": best, "skipped": found.skipped, "best_from": changes}
+        as_json({**goals, **ranking, "picture": picture})
         return
     title, awake = f"simulated cost of reaching {goal}", any(v.awake for v in found.variants)
     names = ["", "method", "steps", "mode", *(["awake"] if awake else []), "messages"]
@@ -123,7 +129,7 @@ def plan(found: Plan, config: Experiment, json_wanted: bool) -> None:
         Console().print(f"not run, {why}: {labels}", highlight=False)
     unit, words = (1.0, "as multiples of the given") if rate is None else (rate / 1e6, "in MB/s")
     if found.best_from:
-        print(f"fastest by bandwidth, {words} (estimated from runs at 1 and 0.1 of it):")
+        print(f"fastest by bandwidth, {words} (from runs at 0.1, 1 and 10 times it):")
     for (factor, label), (upper, _) in zip(found.best_from, [*found.best_from[1:], (10.0, "")]):
         print(f"  {unit * factor:.2g} to {unit * upper:.2g}: {label}")
     if found.picture.exists():

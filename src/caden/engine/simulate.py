@@ -19,9 +19,9 @@ from caden.engine.run import Run
 from caden.engine.warmup import Warmup, list_agents
 from caden.errors import CadenError, Diverged, Interrupted, require_integer
 from caden.graphs import Graph, as_graph
-from caden.methods import CONDITIONS, advice_for, not_survived
+from caden.methods import CARDS, CONDITIONS, advice_for, not_survived
 from caden.networks.clock import Clock
-from caden.networks.mail import FreeTimer, Mail
+from caden.networks.mail import FreeTimer, Mail, refusal
 from caden.networks.messages import Messages
 from caden.networks.network import Network
 from caden.networks.timers import DeadlineTimer, Timer
@@ -88,8 +88,10 @@ def simulate(
     recorder = Recorder(run, saving.path, exact=saving.metrics == "exact" or stopping.tolerance is not None)
     with deterministic_mode(deterministic), interruptible() as interrupted, closing(recorder):
         begin(run, recorder, start, Warmup.from_spec(warmup), saving, seed)
-        if stopping.stop_at_target and (stopping.target is None or "accuracy" not in recorder.rows[0]):
-            raise CadenError("`stop_at_target` needs a `target` and a problem that measures accuracy.")
+        if stopping.stop_at_target and stopping.target is None:
+            raise CadenError("`stop_at_target` needs a `target`.")
+        if stopping.stop_at_target and "accuracy" not in recorder.rows[0]:
+            raise CadenError("The target is an accuracy, which this problem does not measure: set `tolerance` instead.")
         reached = any(map(stopping.reached, recorder.rows))
         why = stopping.reason(recorder.rows[-1], run.state, ask=False)
         with ProgressBar(rounds, graph.agents, progress if transport.rank == 0 else False) as bar:
@@ -150,6 +152,8 @@ def prepare(
                 'The mode "free" has delays of its own: remove `messages.loss`, `messages.delay`, `messages.trigger`, '
                 '`links` and `participation`, or use "wait".'
             )
+        if method.name in CARDS and not CARDS[method.name].free:
+            raise refusal()
         transport = Mail(timer, messages.codec)
     may_sleep = awake.may_sleep or transport.sees_only_itself
     network = Network(graph, problem, draw, may_sleep, messages, links, transport, timer)

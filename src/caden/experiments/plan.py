@@ -1,8 +1,9 @@
 """Plan before buying machines: which method, with which settings, reaches a target first on a given network.
 
-Every variant of an experiment runs in the simulator, by its clock, until it reaches the target. A second run with a
-tenth of all bandwidths gives its time at any bandwidth b: computing and latency stay, sending goes with 1/b. In the
-mode "wait" this is exact while the same agents remain the slowest; in the others it is an estimate.
+Every variant of an experiment runs in the simulator, by its clock, until it reaches the target. Two more runs, with a
+tenth and with ten times all bandwidths, give its time at any bandwidth b in between: computing and latency stay, and
+sending goes with 1/b. In the mode "wait" this is exact while the same agents remain the slowest; in the others it is an
+estimate.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from caden.engine.figures import Figure, draw
 from caden.engine.history import Row
 from caden.engine.run_directory import Record, RunDirectory
-from caden.errors import CadenError, require_choice, require_fraction
+from caden.errors import CadenError, Interrupted, require_choice, require_fraction
 from caden.experiments.config import Experiment, has_solver
 from caden.experiments.store import RunStore
 from caden.methods import CARDS, CONDITIONS, METHODS, not_survived
@@ -25,7 +28,7 @@ from caden.networks.clock import MODES, Clock
 from caden.networks.messages import Messages
 
 QUANTILE = 0.7  # deadline of a round, unless the experiment has one
-SLOWER = 0.1  # of the bandwidth, in the second runs
+FACTORS = (0.1, 1.0, 10.0)  # of the bandwidth
 STEPS = ("auto", 5)
 SHORT: tuple[dict[str, Any], ...] = ({}, {"bits": 4})
 
@@ -42,7 +45,7 @@ class Variant(NamedTuple):
     bytes_per_agent: float | None = None
     gradients: int | None = None
     rounds: int | None = None
-    sending: float | None = None  # the part of the time that goes with 1/bandwidth; None: unknown
+    times: tuple[float, ...] = ()  # at `FACTORS` of the bandwidth; infinite: not reached
     awake: str = ""  # participation, if several were tried
 
     @property
@@ -51,8 +54,17 @@ class Variant(NamedTuple):
         return ", ".join(filter(None, (self.method, self.mode, self.awake, steps, self.messages)))
 
     def time_at(self, factor: float) -> float:
-        """Return the time at `factor` times the bandwidth."""
-        return math.inf if self.time is None else self.time + (self.sending or 0.0) * (1 / factor - 1)
+        """Return the time at `factor` times the bandwidth; infinite if it is not known."""
+        if self.time is None or (factor != 1 and not self.times):
+            return math.inf
+        return self.time if factor == 1 else sum(self.parts(factor) * np.array([1, 1 / factor]))
+
+    def parts(self, factor: float) -> np.ndarray:
+        """Return the fixed part of the time near `factor`, and the part that goes with 1 / factor."""
+        half = 0 if factor < 1 else 1
+        (a, b), (slow, fast) = FACTORS[half : half + 2], self.times[half : half + 2]
+        sending = (slow - fast) / (1 / a - 1 / b) if math.isfinite(slow) else math.inf
+        return np.array([fast - sending / b if math.isfinite(sending) else math.inf, sending])
 
 
 class Plan(NamedTuple):
@@ -110,17 +122,40 @@ def plan(
     rates = [value for value in (clock.bandwidth, clock.up, clock.down) if value is not None]
     limited = bool(rates) and not any(isinstance(rate, Mapping) and "file" in rate for rate in rates)
     goal = "tolerance" if config.target is None else "target"
-    done = store.run("plan:", {v.label: c for v, c in plans.items()})
+    done = _run(store, "plan:", {v.label: c for v, c in plans.items()}, skipped)
+    plans = {v: c for v, c in plans.items() if v.label in done}
     reached = [v for v in plans if done[v.label].summary["stopped"] == goal]
-    slow = {v.label: _at_bandwidth(plans[v], SLOWER) for v in reached} if limited else {}
-    slower = store.run(f"plan, {SLOWER:g} of the bandwidth:", slow)
+    elsewhere: dict[float, dict[str, Record]] = {1.0: done}
+    for factor in (f for f in FACTORS if f != 1 and limited):
+        changed = {v.label: _at_bandwidth(plans[v], factor) for v in reached}
+        elsewhere[factor] = store.run(f"plan, {factor:g} times the bandwidth:", changed)
     variants = sorted(
-        (_measured(v, done[v.label], slower.get(v.label), goal) for v in plans),
+        (_measured(v, {f: runs[v.label] for f, runs in elsewhere.items() if v.label in runs}, goal) for v in plans),
         key=lambda v: math.inf if v.time is None else v.time,
     )
     picture = store.folder / "plan.png"
     _draw(variants, done, config.target, picture)
     return Plan(variants, skipped, _envelope(variants) if limited else [], picture)
+
+
+def _run(store: RunStore, title: str, configs: Mapping[str, Experiment], skipped: dict[str, str]) -> dict[str, Record]:
+    """Run all; those that are refused are noted in `skipped`. If all are, raise why."""
+    try:
+        return store.run(title, configs)
+    except Interrupted:
+        raise
+    except CadenError:
+        done: dict[str, Record] = {}
+        for label, config in configs.items():  # what has been run is read
+            try:
+                done |= store.run(title, {label: config})
+            except Interrupted:
+                raise
+            except CadenError as error:
+                last, skipped[label] = error, str(error).removeprefix(f"{store.path(config).name}: ")
+        if not done:
+            raise CadenError(str(last).removeprefix(f"{store.path(config).name}: ")) from None
+        return done
 
 
 def _variants(
@@ -180,45 +215,47 @@ def _at_bandwidth(config: Experiment, factor: float) -> Experiment:
     return config.model_copy(update={"clock": {k: v for k, v in scaled.items() if v is not None}})
 
 
-def _measured(variant: Variant, record: Record, slower: Record | None, goal: str) -> Variant:
+def _measured(variant: Variant, runs: Mapping[float, Record], goal: str) -> Variant:
+    """Return the variant with what its runs took, by the factor of their bandwidth."""
+    record = runs[1.0]
     graph = RunDirectory(record.path).graph()
     if record.summary["stopped"] != goal or graph is None:
         return variant
     end: Row = record.rows[-1]
-    sending = None
-    if slower is not None and slower.summary["stopped"] == goal:
-        extra = float(slower.rows[-1]["time"] or 0) - float(end["time"] or 0)
-        sending = max(extra, 0.0) / (1 / SLOWER - 1)
+    known = (runs[f] for f in FACTORS) if len(runs) == len(FACTORS) else ()
+    times = (float(r.rows[-1]["time"] or 0) if r.summary["stopped"] == goal else math.inf for r in known)
     return variant._replace(
         reached=True,
         time=float(end["time"] or 0),
         bytes_per_agent=float(end["bytes"] or 0) / graph.agents,
         gradients=int(end["gradients"] or 0),
         rounds=int(end["round"] or 0),
-        sending=sending,
+        times=tuple(times),
     )
 
 
 def _envelope(variants: Sequence[Variant]) -> list[tuple[float, str]]:
     """Return which variant is the fastest from which factor of the bandwidth on, between a tenth and ten times it."""
-    known = [v for v in variants if v.sending is not None]
-    crossings = {SLOWER, 1 / SLOWER}
-    for a in known:
-        for b in known:
-            fixed = b.time_at(math.inf) - a.time_at(math.inf)
-            if fixed != 0 and (x := ((a.sending or 0.0) - (b.sending or 0.0)) / fixed) > 0:
-                crossings.add(x)
-    grid = [x for x in sorted(crossings) if SLOWER <= x <= 1 / SLOWER]
+    known, crossings = [v for v in variants if v.times], set(FACTORS)
+    for a, b in combinations(known, 2):
+        for low, high in pairwise(FACTORS):
+            fixed, sending = a.parts(math.sqrt(low * high)) - b.parts(math.sqrt(low * high))
+            if math.isfinite(fixed) and fixed != 0 and low < -sending / fixed < high:
+                crossings.add(-sending / fixed)
+    grid = sorted(crossings)
     best: list[tuple[float, str]] = []
     for low, high in pairwise(grid):
         fastest = min(known, key=lambda v: v.time_at(math.sqrt(low * high)), default=None)
-        if fastest is not None and (not best or best[-1][1] != fastest.label):
+        if fastest is None or not math.isfinite(fastest.time_at(math.sqrt(low * high))):
+            continue
+        if not best or best[-1][1] != fastest.label:
             best.append((low, fastest.label))
     return best
 
 
 def _draw(variants: Sequence[Variant], done: Mapping[str, Record], target: float | None, path: Path) -> None:
     """Draw the best variant of each method and mode against simulated time."""
+    path.unlink(missing_ok=True)  # of another plan
     best: dict[tuple[str, str], Variant] = {}
     for variant in variants:  # the fastest first
         if variant.reached:

@@ -91,8 +91,10 @@ class Clock:
                 require_choice("key", f"clock.{key}", [f"clock.{name}" for name in names])
             spec = cls(**spec)
         require_choice("clock.mode", spec.mode, MODES)
-        if (spec.deadline is None) == (spec.mode == "deadline"):
-            raise CadenError('`clock.deadline` must be set exactly in the mode "deadline".')
+        if spec.mode == "deadline" and spec.deadline is None:
+            raise CadenError('`clock.mode = "deadline"` needs `clock.deadline`: seconds, or {quantile = 0.7}.')
+        if spec.mode != "deadline" and spec.deadline is not None:
+            raise CadenError(f'`clock.deadline` belongs to the mode "deadline", but `clock.mode` is {spec.mode!r}.')
         if isinstance(spec.deadline, Mapping):
             quantile = spec.deadline.get("quantile")
             if set(spec.deadline) != {"quantile"} or not 0 < require_number("clock.deadline.quantile", quantile) <= 1:
@@ -187,7 +189,7 @@ def _scaled(name: str, spec: Value, factor: float) -> Value:
 
 
 def _unreadable(name: str, path: Any, error: Exception) -> CadenError:
-    return CadenError(f"`clock.{name}` cannot be read from {path}: {str(error).splitlines()[0]}.")
+    return CadenError(f"`clock.{name}` cannot be read from {path}: {str(error).splitlines()[0].rstrip('.')}.")
 
 
 def _trace(name: str, path: Path, count: int) -> np.ndarray:

@@ -64,7 +64,7 @@ class FreeTimer(Timer):
         self._turn, self._charged = Turn(0, torch.ones(self.agents, dtype=torch.bool)), False  # all begin
 
     def barrier(self, index: int, size: float, hops: int) -> None:
-        raise _refusal()
+        raise refusal()
 
     def exchange(self, index: int, sizes: np.ndarray) -> None:
         """Nobody waits; see `deliver`."""
@@ -224,7 +224,8 @@ class FreeTimer(Timer):
         self._offers, self._copies = buffers.get("offers"), buffers.get("copies")
 
 
-def _refusal() -> CadenError:
+def refusal() -> CadenError:
+    """Return why a method cannot run free."""
     return CadenError(
         'The mode "free" needs a method whose rounds are a single exchange over arcs, such as caden, radmm or lt_admm.'
     )
@@ -249,13 +250,13 @@ class Mail(Memory):
 
     def share_rows(self, rows: Tensor, active: Tensor) -> Tensor:
         if self._index >= 0:
-            raise _refusal()
+            raise refusal()
         return rows
 
     def exchange_arcs(self, arcs: Tensor, sends: Tensor, comes: Tensor) -> tuple[Tensor, Tensor | None]:
         self._exchanges += 1
         if self._exchanges > 1:
-            raise _refusal()
+            raise refusal()
         received = self._timer.deliver(arcs, sends)
         self.posted = self._timer.posted
         return received

@@ -21,6 +21,8 @@ def drawing(name: str, label: str, record: Record) -> Drawing | None:
     if len(agents) > LARGEST or total <= 0:
         return None
     note = "Row: who waited. Column: for whom; darker: for a larger share of the time. Bars: the share spent computing."
+    if waiting.empty:
+        note = "Bars: the share of the time spent computing. Nobody waited for anybody."
     waited = list(zip(waiting["agent"].astype(int), waiting["neighbour"].astype(int), waiting["seconds"].astype(float)))
     return Drawing(name, label, _svg(agents["busy"].tolist(), waited, total), note)
 
