@@ -362,6 +362,14 @@ def test_methods_that_are_left_out_say_why(outcomes):
     assert standings.excluded[0]["reason"] == "the same iterates as nids"
 
 
+def test_an_entrant_that_cannot_run_is_named(tmp_path):
+    (tmp_path / "broken.py").write_text("def broken(alpha):\n    raise NotImplementedError\n")
+    words = ["arena", "--only", "dgd", "--problems", "quadratic_10", "--graphs", "random", "--conditions", "awake"]
+    words += ["--method", f"{tmp_path / 'broken.py'}:broken", "--out", str(tmp_path / "a")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1 and "broken ran nowhere" in result.stderr and "dgd" in result.stdout
+
+
 def test_one_arena_at_a_time_works_in_a_folder(tmp_path):
     for _ in range(2):
         with arena.Outcomes(tmp_path), pytest.raises(CadenError, match="in use"):
@@ -394,7 +402,7 @@ def test_the_page_in_a_browser(tournament, tmp_path):
         assert "not reached" in browser.run("return document.getElementById('entries').textContent")
         traces = "return ['profile', 'data-profile', 'curves'].map(id => document.getElementById(id).data.length)"
         assert browser.run(traces) == [4, 4, 4]
-        best = "const p = document.getElementById('profile').data.find(t => t.name === 'caden');"
+        best = "const p = document.getElementById('profile').data.find(t => t.name.startsWith('caden '));"
         assert browser.run(best + " return [p.x[1], p.y.at(-1)]") == [1, 1]  # first everywhere, solved everywhere
         select = "const e = document.getElementById('effort'); e.value = 'gradients'; e.onchange();"
         browser.run(select)

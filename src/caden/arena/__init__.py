@@ -21,3 +21,4 @@ from caden.arena._tournament import Standings as Standings
 from caden.arena._tournament import estimate as estimate
 from caden.arena._tournament import hold as hold
 from caden.arena._tournament import missing as missing
+from caden.arena._tournament import unheard as unheard

@@ -46,6 +46,7 @@ def _entry(entry: Entry, suite: Suite) -> dict[str, Any]:
     return {
         **entry.table(),
         "seeds": len(entry.outcomes),
+        "main": suite.effort(entry.cell),
         "goal": goal,
         "costs": {name: [_known(cost) for cost in entry.costs(name)] for name in EFFORTS},
         "arcs": 2 * len(config.build_graph(config.problem["agents"]).edges),

@@ -112,6 +112,13 @@ def missing(standings: Standings) -> dict[str, str]:
     return {name: next(iter(why)) for name, why in reasons.items() if name not in present and len(why) == 1}
 
 
+def unheard(standings: Standings, methods: Sequence[str]) -> dict[str, str]:
+    """Return those of the methods that ran nowhere, with a reason."""
+    present = {entry.method for entry in standings.entries}
+    reasons = {row["method"]: row["reason"] for row in standings.excluded}
+    return {name: reasons.get(name, "no cell admits it") for name in methods if name not in present}
+
+
 def estimate(suite: Suite, cells: Sequence[Cell], methods: Sequence[str]) -> float:
     """Return the seconds that the runs take on one core like that on which the problems' `seconds` were measured."""
     total = 0.0

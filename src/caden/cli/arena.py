@@ -13,6 +13,8 @@ from caden.errors import CadenError
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from caden.arena import Standings, Suite
+
 Names = Annotated[str, typer.Option(metavar="NAMES", help="Only these, separated by commas.")]
 
 
@@ -41,7 +43,7 @@ def arena(
     """
     from rich.console import Console
 
-    from caden.arena import Outcomes, chosen, estimate, hold, load_suite, missing, profiles, subject_of, winners, write
+    from caden.arena import Outcomes, chosen, estimate, hold, load_suite, missing, unheard, write
     from caden.cli import show
     from caden.engine.progress import CountBar
     from caden.errors import require_choice, require_integer
@@ -60,6 +62,8 @@ def arena(
     cells = suite.everything() if everything else suite.cells(suite.slices["quick" if quick else "committed"])
     cells = chosen(cells, *filters)
     entrants = [require_choice("method", name, METHODS) for name in _names(only)] or list(METHODS)
+    if only and not _names(only):
+        raise CadenError("`--only` names no method.")
     with outside_code(no_code):
         for name in method or []:
             own = name.rpartition(":")[2]
@@ -70,21 +74,35 @@ def arena(
             space_of(name, needed=False)  # loads it
             entrants.append(name)
         seconds = estimate(suite, cells, entrants)
-        words = f"{len(cells)} cells, {len(entrants)} methods: about {seconds / jobs / 60:.0f} minutes from scratch"
-        Console(stderr=True).print(f"{words}; finished runs are not run again", highlight=False)
+        size = f"{len(cells)} cell{'s' * (len(cells) > 1)}, {len(entrants)} methods"
+        words = f"{size}: about {seconds / jobs / 60:.0f} minutes; finished runs are kept"
+        Console(stderr=True).print(words, highlight=False)
         with CountBar("arena", seconds) as bar, Outcomes(out / "runs", jobs) as outcomes:
             standings = hold(suite, cells, entrants, outcomes, bar.advance)
     mode = " --quick" if quick else " --all" if everything else ""
+    mode += f" --only {only}" if only else ""
     document = write(standings, suite, out, mode + "".join(f" --method {name}" for name in method or []))
     for problem, reason in missing(standings).items():
         Console(stderr=True).print(f"{problem} is left out: {reason}", highlight=False, soft_wrap=True)
+    silent = unheard(standings, [name.rpartition(":")[2] for name in method or []])
+    for name, reason in silent.items():
+        Console(stderr=True).print(f"{name} ran nowhere: {reason}", highlight=False, soft_wrap=True)
     if as_json:
         show.as_json(document)
-        return
+    else:
+        _summary(standings, suite, out)
+    if silent:
+        raise typer.Exit(1)
+
+
+def _summary(standings: "Standings", suite: "Suite", out: Path) -> None:
+    from caden.arena import profiles, subject_of, winners
+    from caden.cli import show
+
     seeds = f"median of n = {len(suite.seeds)} seeds"
     _print(
         winners(standings, of=subject_of(standings)).drop(columns=["reached", "n"]),
-        f"fewest communications to the goal, {seeds}",
+        f"least effort to the goal, {seeds}",
     )
     _print(profiles(standings), "share of instances (cells x seeds) solved within multiples of the best")
     show.path("page", out / "arena.html")
