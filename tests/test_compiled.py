@@ -1,7 +1,9 @@
 """Compiled loops against torch: the same solves, values, gradients and sums, with and without the extra `fast`."""
 
+import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -335,3 +337,91 @@ def test_layers_of_ones_own_may_change_what_they_compute():
     )[0]
     assert torch.equal(before[0], before[-1])
     assert torch.equal(after, fresh) and not torch.equal(after, before[0])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda p: p.value_and_grad(torch.ones(4, 5, dtype=torch.float64)),
+        lambda p: p.value_and_grad(torch.ones(4, 2, dtype=torch.float64)),
+        lambda p: p.value_and_grad(torch.ones(6, 3, dtype=torch.float64)),
+        lambda p: p.value_and_grad(torch.ones(1, 3, dtype=torch.float64)),
+        lambda p: p.value_and_grad(torch.ones(4, 3, dtype=torch.float32)),
+        lambda p: p.value_and_grad(torch.ones(1, 3, dtype=torch.float64), torch.tensor([9])),
+        lambda p: p.value_and_grad(torch.ones(1, 3, dtype=torch.float64), torch.tensor([-1])),
+    ],
+)
+@pytest.mark.parametrize("make", ["quadratic", "logistic"])
+def test_rows_that_do_not_fit_are_refused(make, call):
+    """Compiled loops would read and write beyond the end."""
+    problem = getattr(caden.problems, make)(agents=4, dim=3)
+    with pytest.raises(caden.CadenError, match="must"):
+        call(problem)
+
+
+def test_a_broadcast_of_too_few_rows_is_refused():
+    def step(state, round):
+        return state._replace(x=state.x - round.broadcast(state.x[:4]).laplacian()), caden.core.Info()
+
+    class State(NamedTuple):
+        x: torch.Tensor
+
+    method = caden.core.Method(lambda x, round: State(x), step)
+    problem, graph = caden.problems.quadratic(agents=6, dim=3), caden.graphs.ring(6)
+    with pytest.raises(caden.CadenError, match="each of the 6 agents"):
+        caden.simulate(method, problem, graph, rounds=1, progress=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_infinite_numbers_are_those_of_torch(dtype):
+    problems = (
+        caden.problems.logistic(
+            agents=2, features=[[[1.0, 0.5]], [[1.0, 0.5]]], labels=[[1], [1]], alpha=0.0, dtype=dtype
+        ),
+        caden.problems.quadratics([np.eye(2)[None][0].tolist()] * 2, [[1.0, 1.0]] * 2, dtype=dtype),
+    )
+    for problem in problems:
+        for point in ([torch.inf, 1.0], [1.0, torch.inf], [-torch.inf, 1.0], [torch.nan, 1.0]):
+            x = torch.tensor([point, [1.0, 2.0]], dtype=dtype)
+            fast = problem.value_and_grad(x)
+            with compiled.left_to_torch():
+                plain = problem.value_and_grad(x)
+            for a, b in zip(fast, plain):
+                assert torch.allclose(a, b, equal_nan=True), (point, a, b)
+
+
+def test_what_autograd_records_is_left_to_torch():
+    problem = caden.problems.quadratic(agents=2, dim=3)
+    x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    value, gradient = problem.value_and_grad(x)
+    assert torch.allclose(torch.autograd.grad(value.sum(), x)[0], gradient)
+
+
+def run_python(code, **environment):
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+
+
+QUADRATIC = """
+import caden
+p = caden.problems.quadratic(agents=2, dim=2)
+print(float(p.value_and_grad(p.linear)[0][0]))
+"""
+
+
+def test_without_a_place_for_the_cache_loops_are_compiled_all_the_same(tmp_path):
+    code = f"import numba.core.caching as c; c.CacheImpl._locator_classes = []; c._CacheImpl = c.CacheImpl\n{QUADRATIC}"
+    done = run_python(code, NUMBA_CACHE_DIR="/proc/nowhere")
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(float(run_python(QUADRATIC, CADEN_COMPILED="0").stdout))
+
+
+def test_a_broken_numba_warns_and_torch_computes(tmp_path):
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.3 or less')\n")
+    done = run_python(QUADRATIC, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and "numba cannot be used (Numba needs NumPy" in done.stderr
+
+
+def test_a_wrong_switch_is_refused():
+    done = run_python(QUADRATIC, CADEN_COMPILED="perhaps")
+    assert done.returncode != 0 and "CADEN_COMPILED" in done.stderr

@@ -22,7 +22,8 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from caden.errors import CadenError, require_integer, require_number, require_positive
 
 _DENSE = 1500  # largest number of agents for which a dense solver computes the spectrum
-_EXACT = 20_000  # ... for which the spectrum and the diameter are computed, and not estimated
+_EXACT = 20_000  # ... for which the spectrum is computed, and not estimated
+_PATHS = 2_000  # ... for which all shortest paths are looked at
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,17 +65,20 @@ class Graph:
 
         `null` (m,) spans its kernel.
         """
+        if self.agents == 1:
+            raise CadenError("A single agent has no spectrum.")
         if self.agents <= _DENSE:
             values = np.linalg.eigvalsh(matrix.toarray())
             return float(values[1]), float(values[-1])
-        largest = float(eigsh(matrix, k=1, which="LA", tol=1e-5, return_eigenvectors=False)[0])
+        begin = np.random.default_rng(0).random(self.agents)  # otherwise scipy draws another one in every call
+        largest = float(eigsh(matrix, k=1, which="LA", tol=1e-5, v0=begin, return_eigenvectors=False)[0])
         if self.agents > _EXACT:  # factorising the matrix would take hours
-            return self._estimate(matrix, null / np.linalg.norm(null), largest), largest
+            return self._estimate(matrix, null / np.linalg.norm(null), largest, begin), largest
         shift = -1e-3 * largest  # below the spectrum, so the shifted matrix is nonsingular
-        small = eigsh(matrix, k=2, sigma=shift, which="LM", return_eigenvectors=False)
+        small = eigsh(matrix, k=2, sigma=shift, which="LM", v0=begin, return_eigenvectors=False)
         return float(np.sort(small)[1]), largest
 
-    def _estimate(self, matrix: sp.csr_array, null: np.ndarray, largest: float) -> float:
+    def _estimate(self, matrix: sp.csr_array, null: np.ndarray, largest: float, begin: np.ndarray) -> float:
         """Return the second smallest eigenvalue up to 5 %, by Lanczos iterations without the kernel."""
 
         def product(v: np.ndarray) -> np.ndarray:
@@ -84,7 +88,7 @@ class Graph:
         operator = LinearOperator((self.agents, self.agents), matvec=product, dtype=float)
         hint = "the graph is too large and its gap too small to estimate its spectrum: use `spectrum_bounds`"
         try:
-            values, vectors = eigsh(operator, k=1, which="LA", tol=1e-6, maxiter=300)
+            values, vectors = eigsh(operator, k=1, which="LA", tol=1e-6, v0=begin, maxiter=300)
         except ArpackNoConvergence:
             raise CadenError(f"With {self.agents:,} agents {hint}.") from None
         value, vector = largest - float(values[0]), vectors[:, 0]
@@ -107,6 +111,8 @@ class Graph:
         low = 4 / (m diameter) (Mohar, "Eigenvalues, diameter, and mean distance in graphs", 1991), high is the largest
         d_i + d_j of an edge (Anderson and Morley, "Eigenvalues of the Laplacian of a graph", 1985).
         """
+        if self.agents == 1:
+            raise CadenError("A single agent has no spectrum.")
         ends = self.degrees[self.edges]
         return 4 / (self.agents * self.diameter_bounds[1]), float(ends.sum(1).max())
 
@@ -118,17 +124,19 @@ class Graph:
 
     @cached_property
     def diameter(self) -> int:
-        """The length of the longest shortest path; with more than 20,000 agents an upper bound, at most twice that."""
-        if self.agents > _EXACT:
+        """The length of the longest shortest path.
+
+        With more than 2,000 agents it is an upper bound, at most twice that, but exact for trees and rings.
+        """
+        if self.agents > _PATHS:
             return self.diameter_bounds[1]
         return int(nx.diameter(self.to_networkx(), usebounds=True))
 
     @cached_property
-    def diameter_bounds(self) -> tuple[int, int]:
-        """(low, high) bounds of the diameter, from four breadth-first searches.
+    def _sweeps(self) -> tuple[list[int], int]:
+        """Return how far the farthest agent is in four breadth-first searches, and where the last one began.
 
-        The largest distance from any agent is at most the diameter, and at least half of it. The searches begin at the
-        end of a long path, at its other end, and in its middle, where the two bounds are best.
+        The searches begin at any agent, at the end of a long path, at its other end, and in its middle.
         """
         i, j = self.edges[:, 0], self.edges[:, 1]
         links = sp.csr_array((np.ones(len(i)), (i, j)), shape=(self.agents, self.agents))
@@ -139,15 +147,22 @@ class Graph:
         anywhere = distances(0)
         one = distances(int(anywhere.argmax()))
         other = distances(int(one.argmax()))
-        middle = distances(int(np.maximum(one, other).argmin()))
-        reach = [int(away.max()) for away in (anywhere, one, other, middle)]
-        return max(reach), 2 * min(reach)
+        middle = int(np.maximum(one, other).argmin())
+        return [int(away.max()) for away in (anywhere, one, other, distances(middle))], middle
+
+    @cached_property
+    def diameter_bounds(self) -> tuple[int, int]:
+        """(low, high) bounds of the diameter: the largest distance from any agent is at least half of it."""
+        reach, is_tree = self._sweeps[0], len(self.edges) < self.agents
+        exact = is_tree or bool((self.degrees == 2).all())  # a ring
+        return max(reach), max(reach) if exact else 2 * min(reach)
 
     @cached_property
     def spanning_tree(self) -> np.ndarray:
         """(n,) bool: the edges of a breadth-first tree around a central agent; all of them if the graph is a tree."""
         graph = self.to_networkx()
-        tree = {(min(i, j), max(i, j)) for i, j in nx.bfs_edges(graph, nx.center(graph, usebounds=True)[0])}
+        root = self._sweeps[1] if self.agents > _PATHS else nx.center(graph, usebounds=True)[0]
+        tree = {(min(i, j), max(i, j)) for i, j in nx.bfs_edges(graph, root)}
         return np.array([(i, j) in tree for i, j in self.edges.tolist()])
 
     def metropolis_weights(self) -> np.ndarray:

@@ -9,14 +9,13 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
-from caden._tensor.compiled import OPTIONS
+from caden._tensor.compiled import OPTIONS, jit, require_rows
 from caden._tensor.parallel import run_in_slices
 
-_compiled = njit(**OPTIONS)
-_inner = njit(**OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True})  # called by compiled loops only
+_compiled = jit(**OPTIONS)
+_inner = jit(**OPTIONS, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # called by compiled loops only
 _LINEAR = 20.0  # softplus is, from there on, as in torch
 _BLOCK = 32  # samples whose data are read twice in a row, the second time from the cache
 _PIECE = 1 << 17  # numbers of an agent's data, at least, that stay together
@@ -27,7 +26,7 @@ def _quadratic(hessian, linear, agents, x, value, gradient, begin, end):
     for a in range(begin, end):
         A, b, total = hessian[agents[a]], linear[agents[a]], 0.0
         for r in range(len(b)):
-            product = x[a, 0] * 0
+            product = x.dtype.type(0)
             for c in range(len(b)):
                 product += A[r, c] * x[a, c]
             total += x[a, r] * (product / 2 - b[r])
@@ -51,7 +50,7 @@ def _evaluate(rows, weights, alpha, l2, regularised, v, g, margins, valued):
     for first in range(0, len(rows), _BLOCK):
         count = min(_BLOCK, len(rows) - first)
         for n in range(count):
-            product = v[0] * 0
+            product = v.dtype.type(0)
             for j in range(len(v)):
                 product += rows[first + n, j] * v[j]
             margins[n] = -product
@@ -72,20 +71,21 @@ def _evaluate(rows, weights, alpha, l2, regularised, v, g, margins, valued):
 def _logistic(data, share, alpha, l2, agents, x, value, gradient, begin, end):
     """Evaluate some of the pieces that the samples of the agents are cut into; the first has the regularisers, too."""
     pieces, samples, margins = value.shape[1], data.shape[1], np.empty(_BLOCK)
+    regularised = alpha != 0 or l2 != 0  # otherwise 0 times infinity is none of its terms
     for piece in range(begin, end):
         a, c = divmod(piece, pieces)
         part = slice(samples * c // pieces, samples * (c + 1) // pieces)
         rows, weights = data[agents[a], part], share[agents[a], part]
-        value[a, c] = _evaluate(rows, weights, alpha, l2, c == 0, x[a], gradient[a, c], margins, True)
+        value[a, c] = _evaluate(rows, weights, alpha, l2, regularised and c == 0, x[a], gradient[a, c], margins, True)
 
 
 @_compiled
 def _descent(data, share, alpha, l2, work, step, correction, x, begin, end):
     """Take all steps of an agent before those of the next one."""
-    g, margins = np.empty(x.shape[1], x.dtype), np.empty(_BLOCK)
+    g, margins, regularised = np.empty(x.shape[1], x.dtype), np.empty(_BLOCK), alpha != 0 or l2 != 0
     for a in range(begin, end):
         for _ in range(work[a]):
-            _evaluate(data[a], share[a], alpha, l2, True, x[a], g, margins, False)
+            _evaluate(data[a], share[a], alpha, l2, regularised, x[a], g, margins, False)
             for j in range(len(g)):
                 x[a, j] -= step * (g[j] + correction[a, j])
 
@@ -95,15 +95,14 @@ def _everyone(count: int) -> np.ndarray:
     return np.arange(count)
 
 
-def _agents(rows: Tensor | None, count: int) -> np.ndarray:
-    return _everyone(count) if rows is None else rows.numpy()
-
-
 def quadratic(hessian: Tensor, linear: Tensor, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return x'A_i x / 2 - b_i'x and its gradient A_i x - b_i."""
-    x, k = x.contiguous(), x.shape[0]
+    points, slopes, agents = x.contiguous().numpy(), linear.numpy(), None if rows is None else rows.numpy()
+    require_rows(points, agents, len(slopes), slopes)
+    k = len(points)
     value, gradient = x.new_empty(k), torch.empty_like(x)
-    arrays = hessian.numpy(), linear.numpy(), _agents(rows, k), x.numpy(), value.numpy(), gradient.numpy()
+    agents = _everyone(k) if agents is None else agents
+    arrays = hessian.numpy(), slopes, agents, points, value.numpy(), gradient.numpy()
     run_in_slices(_quadratic, arrays, k, hessian.stride(0))
     return value, gradient
 
@@ -116,12 +115,14 @@ def logistic(
     The samples of an agent are cut into pieces if they are many, so few agents occupy all threads, too. How they are
     cut depends on their shape alone, and so do the bits.
     """
-    points, numbers = x.contiguous().numpy(), data.shape[1] * data.shape[2]
-    (k, d), pieces = points.shape, max(1, numbers // _PIECE)
+    points, agents = x.contiguous().numpy(), None if rows is None else rows.numpy()
+    require_rows(points, agents, len(data), data)
+    agents, numbers = _everyone(len(points)) if agents is None else agents, data.shape[1] * data.shape[2]
+    (k, d), pieces = points.shape, max(1, min(numbers // _PIECE, data.shape[1] // _BLOCK))
     value, gradient = np.empty((k, pieces), points.dtype), np.empty((k, pieces, d), points.dtype)
     run_in_slices(
         _logistic,
-        (data, share, alpha, l2, _agents(rows, k), points, value, gradient),
+        (data, share, alpha, l2, agents, points, value, gradient),
         k * pieces,
         numbers // pieces,
     )
@@ -142,6 +143,8 @@ def logistic_descent(
 ) -> Tensor:
     """Return where `work[i]` steps v <- v - step (grad f_i(v) + correction_i) lead from x."""
     new, pull = x.numpy().copy(), correction.contiguous().numpy()
+    require_rows(new, None, len(data), data)
+    require_rows(pull, None, len(data), data)
     arrays = data, share, alpha, l2, work.numpy(), new.dtype.type(step), pull, new
     run_in_slices(_descent, arrays, len(new), data.shape[1] * data.shape[2])
     return torch.from_numpy(new)

@@ -64,7 +64,7 @@ class Logistic(Problem):
         return value, gradient
 
     def descend(self, x: Tensor, step: float, correction: Tensor, work: Tensor) -> Tensor | None:
-        if self.l1 or self.execution != "bmm" or not compiles(x):
+        if self.l1 or not compiles(x):
             return None
         functions = *self._arrays, self.alpha, self.l2
         end: Tensor = loops(_COMPILED).logistic_descent(*functions, x, step, correction, work)

@@ -159,7 +159,8 @@ class Model:
 
     def stateless(self) -> bool:
         """Return whether all layers and the loss are torch's own: other code may compute something else each time."""
-        own = all(type(layer).__module__.startswith("torch.nn.") for layer in self.module.modules())
+        layers = list(self.module.modules())
+        own = all(type(m).__module__.startswith("torch.nn.") and "forward" not in vars(m) for m in layers)
         return own and getattr(self.training.loss, "__module__", "") == "torch.nn.functional"
 
     def takes_single_samples(self) -> bool:

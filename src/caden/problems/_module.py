@@ -85,7 +85,7 @@ class Module(Problem):
         self._coming: dict[int, Future[tuple[Any, Any]]] = {}
         self._unscaled = bool((scale == 1).all())
         self._groups: list[tuple[list[int], Any, Any]] = []
-        written_out = Perceptron.of(self.model)
+        written_out = None if self._leaves_out_targets() else Perceptron.of(self.model)
         self._some: _Gradients = self._gradients if written_out is None else written_out
         self._batch = Traced(self._gradients) if written_out is None and self.model.stateless() else self._some
         require_choice("execution", execution, ("auto", "loop", "vmap", "turns"))
@@ -113,6 +113,12 @@ class Module(Problem):
     @property
     def _metrics(self) -> Mapping[str, Loss]:
         return self.training.metrics or {}
+
+    def _leaves_out_targets(self) -> bool:
+        """Return whether the loss leaves out some of the targets in memory."""
+        ignored = ignored_target(self.training.loss)
+        held = [shard.targets for shard in self.shards if isinstance(shard, Held)]
+        return ignored is not None and any(bool((targets == ignored).any()) for targets in held)
 
     def _require_labels(self) -> None:
         outputs, ignored = self.model.outputs, ignored_target(self.training.loss)

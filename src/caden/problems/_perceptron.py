@@ -23,11 +23,11 @@ class Perceptron:
 
     @classmethod
     def of(cls, model: Model) -> Perceptron | None:
-        """Return a model as a perceptron if it is one: nothing but these layers, none of them frozen or hooked."""
+        """Return a model as a perceptron if it is one: nothing but these layers, none of them frozen or changed."""
         if type(model.module) is not nn.Sequential or model.training.loss is not cross_entropy or not model.outputs:
             return None
         layers = list(model.module)
-        if any(part._forward_hooks or part._forward_pre_hooks for part in model.module.modules()):
+        if any(map(_is_changed, model.module.modules())):
             return None
         if layers and type(layers[0]) is nn.Flatten and (layers[0].start_dim, layers[0].end_dim) == (1, -1):
             layers = layers[1:]
@@ -64,3 +64,8 @@ class Perceptron:
                 slope = torch.bmm(weights[number].mT, slope)
                 slope = slope.mul_(layer_inputs[number].sign()) if self.layers[number - 1][1] else slope
         return -chosen.mean((1, 2)), torch.cat(gradients[::-1], 1)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Return whether a module computes something else than its class says."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

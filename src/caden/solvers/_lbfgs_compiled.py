@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 
-from caden._tensor.compiled import OPTIONS
+from caden._tensor.compiled import OPTIONS, jit
 from caden._tensor.parallel import run_in_slices
 
 _NEW_STEP, _FINISHED = -1, -2  # instead of the number of a row's trial
@@ -58,8 +57,8 @@ class Settings(NamedTuple):
     trials: int
 
 
-_compiled = njit(**OPTIONS)
-_inner = njit(**OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True})  # called by compiled loops only
+_compiled = jit(**OPTIONS)
+_inner = jit(**OPTIONS, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # called by compiled loops only
 
 
 @_inner
