@@ -139,3 +139,14 @@ def test_a_run_in_arcs_is_resumed_to_the_bit(setting, tmp_path):
     again = caden.simulate(methods.caden(), problem, graph, 40, directory=part, resume=True, **options)
     assert torch.equal(whole.x, again.x)
     assert np.array_equal(whole.history["objective"], again.history["objective"])
+
+
+@pytest.mark.parametrize("options", [{"participation": 0.5}, {"messages": {"loss": 0.2}}, {"clock": {"mode": "free"}}])
+@pytest.mark.parametrize("mu_z", [0.4, "auto"])
+def test_wide_rows_are_updated_a_few_columns_at_a_time(setting, options, mu_z, monkeypatch):
+    problem, graph, _ = setting
+    method, ends = methods.caden(mu_z, relax=0.7), []
+    for width in (1 << 22, 2 * len(graph.edges)):
+        monkeypatch.setattr("caden.methods._caden._SLICE", width)
+        ends.append(caden.simulate(method, problem, graph, 12, progress=False, **options).x)
+    assert torch.equal(*ends)

@@ -113,6 +113,9 @@ class Edges:
         return self._add(values, (self._owners, values, 1))
 
 
+_ALL = slice(None)
+
+
 class Heard(Protocol):
     """The rows heard in one broadcast, for any number of uses; sleeping agents count with the last row they sent."""
 
@@ -125,8 +128,8 @@ class Heard(Protocol):
     def disagreement(self) -> Tensor:
         """Return sum_j |v_i - v_j|^2, (k,)."""
 
-    def ends(self) -> tuple[Tensor, Tensor]:
-        """Return the rows at both ends of each edge, as two tensors (e, d)."""
+    def ends(self, columns: slice = _ALL) -> tuple[Tensor, Tensor]:
+        """Return the rows at both ends of each edge, or some of their columns, as two tensors (e, d)."""
 
 
 class Round(NamedTuple):

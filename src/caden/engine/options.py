@@ -41,7 +41,8 @@ class Stopping:
 
     target: accuracy to reach, for the summary; `stop_at_target` ends the run there.
     tolerance: end the run when the relative error falls below this.
-    callbacks: called as callback(row, state) after every recorded round; one that returns True ends the run.
+    callbacks: called as callback(row, state) after every recorded round; one that returns True ends the run. Copy
+        what you keep of the state: the next round may overwrite it.
     """
 
     target: float | None = None

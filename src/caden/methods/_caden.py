@@ -57,6 +57,8 @@ from caden.methods._auto import CHECKS, adopt, balance, balance_in_arcs, first_n
 from caden.methods._registry import EVERYTHING, PENALTY, RELAX, register
 from caden.theory import examine
 
+_SLICE = 1 << 22  # numbers of a temporary on all edges; wider rows are updated a few columns at a time
+
 
 class State(NamedTuple):
     """x and phi as in the paper; `gap` is sum_j (x_i - z_ij), the pull of the anchors z_ij, part of phi in arcs."""
@@ -299,29 +301,48 @@ def _agent_update(state: State, x: Tensor, heard: Heard, round: Round, relax: fl
 def _edge_update(
     state: State, s: Tensor, y: Tensor, x: Tensor, heard: Heard, round: Round, relax: float, mu_y: Tensor | float
 ) -> State:
-    """Update the dual and the anchors on edges by the half step of whichever end is awake."""
-    first, second = heard.ends()
-    u = torch.where(round.edges.awake_first, first - s, 0)
-    w = torch.where(round.edges.awake_second, second - s, 0)
-    s = s + relax * (u + w)
-    y = y + relax * mu_y * (u - w)
-    gap = round.edges.arc_sum(torch.cat([first - s, second - s]))
-    return state._replace(x=x, phi=round.edges.signed_sum(y), gap=gap, s=s, y=y)
+    """Update the dual and the anchors on edges by the half step of whichever end is awake; overwrite large s and y."""
+    phi, gap, slices = torch.empty_like(x), torch.empty_like(x), _column_slices(x, round)
+    s, y = (s, y) if len(slices) > 1 else (s.clone(), y.clone())
+    for columns in slices:
+        (first, second), s_, y_ = heard.ends(columns), s[:, columns], y[:, columns]
+        u = torch.where(round.edges.awake_first, first - s_, 0)
+        w = torch.where(round.edges.awake_second, second - s_, 0)
+        s_ += relax * (u + w)
+        y_ += relax * mu_y * (u - w)
+        gap[:, columns] = round.edges.arc_sum(torch.cat([first - s_, second - s_]))
+        phi[:, columns] = round.edges.signed_sum(y_)
+    return state._replace(x=x, phi=phi, gap=gap, s=s, y=y)
 
 
 def _arc_update(state: State, z: Tensor, x: Tensor, round: Round, relax: float) -> State:
-    """Send each neighbour its message, and move the arcs whose messages arrived."""
-    own, d = x[round.edges.owner()], x.shape[1]
-    messages, mu_z, news = 2 * own - z / _of_arcs(state.mu_z, round), state.mu_z, state.news
+    """Send each neighbour its message, and move the arcs whose messages arrived; overwrite a large z."""
+    owner, d, mu_z, news, slices = round.edges.owner(), x.shape[1], state.mu_z, state.news, _column_slices(x, round)
+    messages = torch.empty_like(z)
+    for columns in slices:
+        messages[:, columns] = 2 * x[:, columns][owner] - z[:, columns] / _of_arcs(mu_z, round)
     if news is None:
         received, usable = round.exchange(messages)
     else:
-        received, arrived = round.exchange(torch.cat([messages, news[round.edges.owner()]], dim=1))
+        received, arrived = round.exchange(torch.cat([messages, news[owner]], dim=1))
         news, usable = adopt(news, received[:, d:], arrived, round.edges)
         mu_z = news[:, 1:2].clone()
-        z = z + _of_arcs(mu_z - state.mu_z, round) * own  # the same point in terms of the new mu_z
-    z = torch.where(usable, (1 - relax) * z + relax * _of_arcs(mu_z, round) * received[:, :d], z)
-    return state._replace(x=x, phi=_arc_pull(x, z, mu_z, round), z=z, mu_z=mu_z, news=news)
+    del messages
+    in_place = news is None and len(slices) > 1  # `adapt` needs the old z
+    new, phi, weight = z if in_place else torch.empty_like(z), torch.empty_like(x), _of_arcs(mu_z, round)
+    for columns in slices:
+        own, z_ = x[:, columns][owner], z[:, columns]
+        if news is not None:
+            z_ = z_ + _of_arcs(mu_z - state.mu_z, round) * own  # the same point in terms of the new mu_z
+        z_ = torch.where(usable, (1 - relax) * z_ + relax * weight * received[:, columns], z_)
+        new[:, columns], phi[:, columns] = z_, round.edges.arc_sum(weight * own - z_)
+    return state._replace(x=x, phi=phi, z=new, mu_z=mu_z, news=news)
+
+
+def _column_slices(x: Tensor, round: Round) -> list[slice]:
+    """Return parts of the columns of x (k, d) whose rows on all edges are a moderate number of numbers."""
+    width, d = max(1, _SLICE // max(1, round.edges.count)), x.shape[1]
+    return [slice(a, min(a + width, d)) for a in range(0, d, width)]
 
 
 def _arc_pull(x: Tensor, z: Tensor, mu_z: Tensor, round: Round) -> Tensor:

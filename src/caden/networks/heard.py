@@ -11,6 +11,7 @@ from caden.errors import CadenError
 
 _COMPILED = "caden.networks._compiled"
 _SMALL = 1 << 20  # elements of an edge temporary: up to here, loops without one are several times faster
+_ALL = slice(None)
 _SLICE = 1 << 24  # elements of an edge temporary; wider rows are processed in column slices
 
 
@@ -69,8 +70,8 @@ class HeardRows(NamedTuple):
             square += (v[edges.first] - v[edges.second]).square_().sum(1, keepdim=True)
         return edges.sum(square).squeeze(1)
 
-    def ends(self) -> tuple[Tensor, Tensor]:
-        rows = self._known()
+    def ends(self, columns: slice = _ALL) -> tuple[Tensor, Tensor]:
+        rows = self._known()[:, columns]
         return rows[self.edges.first], rows[self.edges.second]
 
 
@@ -95,9 +96,10 @@ class HeardArcs(NamedTuple):
         square = (self.rows[self.edges.owner()] - self.known).square().sum(1, keepdim=True)
         return self.edges.arc_sum(square).squeeze(1)
 
-    def ends(self) -> tuple[Tensor, Tensor]:
+    def ends(self, columns: slice = _ALL) -> tuple[Tensor, Tensor]:
         if self.agreed is None:
             raise CadenError(
                 "Edge variables need messages that arrive: use `caden`, or remove `messages.loss` and `messages.delay`."
             )
-        return self.agreed[self.edges.first], self.agreed[self.edges.second]
+        agreed = self.agreed[:, columns]
+        return agreed[self.edges.first], agreed[self.edges.second]
