@@ -30,6 +30,8 @@ class _Letters(NamedTuple):
     rows: Tensor  # (n, d)
 
     def select(self, mask: np.ndarray) -> _Letters:
+        if mask.all():
+            return self
         return _Letters(self.arcs[mask], self.numbers[mask], self.arrivals[mask], self.rows[torch.from_numpy(mask)])
 
 
@@ -182,7 +184,8 @@ class FreeTimer(Timer):
         half, taken = len(self.owner) // 2, self._state["taken"]
         received, came = torch.zeros_like(arcs), torch.zeros(len(arcs), 1, dtype=torch.bool, device=arcs.device)
         waiting = []
-        for letters in self._letters:  # in the order in which they were sent
+        while self._letters:  # in the order in which they were sent
+            letters = self._letters.pop(0)
             here = active[self.peer[letters.arcs]] & (letters.arrivals <= moment * (1 + _TOGETHER))
             if not here.all():
                 waiting.append(letters.select(~here))
