@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Tests of numbers must hold on other processors, with other threads and with other random numbers.
-NUMERICAL := $(foreach name,methods caden forms auto_steps conformance lbfgs solvers theory problems messages copies guarantees network networks clock run schedules graphs rivals compiled,tests/test_$(name).py)
+NUMERICAL := $(foreach name,methods caden forms auto_steps conformance lbfgs solvers theory problems messages copies guarantees network networks models clock run schedules graphs rivals compiled,tests/test_$(name).py)
 VARIANTS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Haswell \
-	OPENBLAS_CORETYPE=Nehalem CADEN_TEST_THREADS=2 CADEN_TEST_THREADS=4 CADEN_TEST_SEED=1 CADEN_TEST_SEED=2
+	OPENBLAS_CORETYPE=Nehalem CADEN_COMPILED=off CADEN_TEST_THREADS=2 CADEN_TEST_THREADS=4 CADEN_TEST_SEED=1 CADEN_TEST_SEED=2
 
 .PHONY: run test test-all test-portable lint bench clean
 

@@ -19,7 +19,8 @@ from caden.problems._perceptron import Perceptron
 from caden.problems._traced import Traced
 from caden.solvers import lbfgs
 
-pytest.importorskip("numba")
+if not compiled.installed():
+    pytest.skip("numba is missing or switched off", allow_module_level=True)
 F64 = torch.float64
 
 

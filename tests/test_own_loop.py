@@ -258,7 +258,7 @@ def test_free_running_peers_end_with_the_mean_of_those_present(tmp_path):
     inputs, targets, _ = squares(4)
     problem = {"name": "quadratic", "agents": 4, "dim": 4}
     settings = {"method": {"name": "caden", "mu_z": 0.5}, "local_steps": 4, "rounds": 100_000}
-    fleet_file(tmp_path, "free", problem, {"name": "path"}, fleet={"pace": 0.02, "forget": 6.0}, **settings)
+    fleet_file(tmp_path, "free", problem, {"name": "path"}, fleet={"pace": 0.02, "forget": 12.0}, **settings)
 
     def loop(i):
         model = line()

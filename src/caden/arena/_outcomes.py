@@ -18,7 +18,6 @@ from typing import Any, Self
 
 import torch
 
-import caden
 from caden.engine.durable import replace_text
 from caden.engine.history import Result, Row
 from caden.engine.lock import DirectoryLock
@@ -171,7 +170,7 @@ def _code(paths: Iterable[Path]) -> str:
 @cache
 def _own_code() -> str:
     """Return a digest of the parts of this package that compute."""
-    package = Path(caden.__file__).parent
+    package = Path(__file__).parents[1]
     return _code([*package.glob("*.py"), *(path for part in COMPUTING for path in (package / part).rglob("*.py"))])
 
 

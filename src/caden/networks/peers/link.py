@@ -462,8 +462,8 @@ class ZenohLink:
         """Free-running peers only: return the mean of the last rows of this agent and of all that finish by `end`.
 
         Rows pass from neighbour to neighbour. Agents that have made no progress for `forget` seconds are not waited
-        for, unless they are neighbours that still answer. Rows with another end than `row`, the mark of a model, do
-        not count.
+        for, unless they are neighbours that still answer; one that was never heard of may be starting until then. Rows
+        with another end than `row`, the mark of a model, do not count.
         """
         with self._changed:
             self._offers.last_rows[self._agent] = row
@@ -473,10 +473,11 @@ class ZenohLink:
                 self._fetch_last_row(k)
             recently = time.monotonic() - self._fleet.forget
             with self._changed:
-                known = {k for k, entry in enumerate(self.table) if entry.version >= 0}
-                answering = {j for j in self.neighbours if self._notice_times[j] > recently}
-                moving = {k for k in known if self._progress_times[k] > recently}
-                missing = (known & (answering | moving)) - {*self._offers.last_rows}
+                answering = {
+                    j for j in self.neighbours if self._notice_times[j] > recently and self.table[j].version >= 0
+                }
+                moving = {k for k, moment in enumerate(self._progress_times) if moment > recently}
+                missing = (answering | moving) - {*self._offers.last_rows}
                 if missing:
                     self._changed.wait(BEAT)
         rows = [last for _, last in sorted(self._offers.last_rows.items()) if last[-1] == row[-1]]
