@@ -112,8 +112,14 @@ def watch() -> None:
     if launcher is None or os.getppid() != int(launcher):
         return
 
+    end_with(int(launcher))
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent is gone, however that ended."""
+
     def look() -> None:
-        while os.getppid() == int(launcher):
+        while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import multiprocessing
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 
+from caden._tensor import compiled
 from caden.engine.durable import replace_text
 from caden.engine.history import Result, Row
 from caden.engine.lock import DirectoryLock
@@ -25,11 +29,14 @@ from caden.engine.options import Callback
 from caden.engine.run_directory import jsonable
 from caden.errors import CadenError, Diverged, Interrupted, require_integer
 from caden.experiments.config import Experiment
-from caden.experiments.store import RunStore, digest
+from caden.experiments.store import RunStore, digest, workers
 
 EFFORTS = ("communications", "bytes", "gradients", "time")
 POINTS = 40  # of a curve
-COMPUTING = ("_tensor", "data", "engine", "methods", "networks", "problems", "solvers", "theory")  # of the package
+COMPUTING = (  # parts of the package
+    *("_tensor", "data", "engine", "methods", "networks", "problems", "solvers", "theory"),
+    *("arena/_outcomes.py", "experiments/config.py", "experiments/theory.py"),
+)
 MOST = 2  # a run ends at so many times the gradients of all local steps; Hessians can take far more
 
 
@@ -44,6 +51,7 @@ class Outcome:
     measure: float | None = None  # smaller is better: the best accuracy, negated, or the last relative error
     curve: list[list[float]] = field(default_factory=list)  # (communications, measure)
     refused: str = ""  # why it could not run
+    seconds: float = 0.0  # that it took
 
     def score(self, effort: str) -> tuple[float, float]:
         """Return the sort key among runs to one goal, smaller is better: the effort to reach it, then closeness."""
@@ -75,7 +83,7 @@ class Outcomes:
 
     def facts(self, config: Experiment, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Return facts about the problem of an experiment, measured once."""
-        path = self.folder / f"facts-{digest(config.model_copy(update={'method': {}}))}.json"
+        path = self.folder / f"facts-{key_of(config.model_copy(update={'method': {'name': ''}}))}.json"
         try:
             return dict(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
@@ -120,8 +128,7 @@ class Outcomes:
     def _share(self, todo: Mapping[str, Experiment], jobs: int) -> Iterator[tuple[str, Outcome]]:
         """Run experiments in the processes, which are kept."""
         if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,))
+            self._pool = workers(jobs, threads=1)
         waiting = {self._pool.submit(_work, self.folder, key, c.model_dump()): key for key, c in todo.items()}
         try:
             for done in as_completed(waiting):
@@ -169,9 +176,11 @@ def _code(paths: Iterable[Path]) -> str:
 
 @cache
 def _own_code() -> str:
-    """Return a digest of the parts of this package that compute."""
+    """Return a digest of the parts of this package that compute, and of what they compute with."""
     package = Path(__file__).parents[1]
-    return _code([*package.glob("*.py"), *(path for part in COMPUTING for path in (package / part).rglob("*.py"))])
+    parts = [package / part for part in COMPUTING]
+    files = [path for part in parts for path in (part.rglob("*.py") if part.is_dir() else [part])]
+    return f"{torch.__version__} {np.__version__} {compiled.installed()} {_code([*package.glob('*.py'), *files])}"
 
 
 @cache
@@ -180,10 +189,10 @@ def _builder(folder: Path) -> RunStore:
 
 
 def _work(folder: Path, key: str, table: Mapping[str, Any]) -> Outcome:
-    config = Experiment.model_validate(table)
+    config, began = Experiment.model_validate(table), time.perf_counter()
     try:
         built = _builder(folder).build(config)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # what a method prints is not a result
             warnings.simplefilter("ignore")
             try:
                 result = config.run(built=built, progress=False, callbacks=[_limit(config, built[0].agents)])
@@ -191,12 +200,15 @@ def _work(folder: Path, key: str, table: Mapping[str, Any]) -> Outcome:
                 if error.result is None:
                     raise
                 result = error.result
-        outcome = _reduce(result, config)
+        outcome = replace(_reduce(result, config), seconds=round(time.perf_counter() - began, 2))
     except Interrupted:
         raise
     except CadenError as error:
         return Outcome(refused=str(error))
-    except Exception as error:  # a fault of one method does not end the arena; it is tried again next time
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # one method's fault does not end the arena; it is tried again
         return Outcome(refused=f"{type(error).__name__}: {error}".splitlines()[0])
     replace_text(folder / f"{key}.json", json.dumps(jsonable(asdict(outcome)), separators=(",", ":")))
     return outcome

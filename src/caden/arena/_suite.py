@@ -41,6 +41,7 @@ class Suite(NamedTuple):
     conditions: dict[str, dict[str, Any]]
     largest: dict[str, int]
     left_out: dict[str, str]  # method -> why
+    left_out_without_batches: dict[str, str]
     slices: dict[str, list[str]]
     problems: dict[str, dict[str, Any]]  # experiments, with a table `arena` of what else the arena needs to know
 

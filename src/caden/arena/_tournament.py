@@ -130,7 +130,8 @@ def estimate(suite: Suite, cells: Sequence[Cell], methods: Sequence[str]) -> flo
 
 def _reason(suite: Suite, config: Experiment) -> str:
     """Return why a method is not measured in a cell, or ""."""
-    return suite.left_out.get(config.method["name"], "") or excluded(config)
+    left_out = suite.left_out if "batch_size" in config.problem else suite.left_out | suite.left_out_without_batches
+    return left_out.get(config.method["name"], "") or excluded(config)
 
 
 def hold(

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 Names = Annotated[str, typer.Option(metavar="NAMES", help="Only these, separated by commas.")]
 
 
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+def _names(option: str, text: str) -> list[str]:
+    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if text and not names:
+        raise CadenError(f"`{option}` names nothing.")
+    return names
 
 
 def arena(
@@ -54,20 +57,19 @@ def arena(
         raise CadenError("`--quick` and `--all` exclude each other.")
     require_integer("jobs", jobs, least=1)
     suite = load_suite()
-    filters = [_names(text) for text in (problems, graphs, conditions)]
+    texts = {"--problems": problems, "--graphs": graphs, "--conditions": conditions}
+    filters = [_names(option, text) for option, text in texts.items()]
     axes = {"problem": suite.problems, "graph": suite.graphs, "condition": suite.conditions}
     for wanted, (kind, known) in zip(filters, axes.items()):
         for word in wanted:
             require_choice(kind, word, known)
     cells = suite.everything() if everything else suite.cells(suite.slices["quick" if quick else "committed"])
     cells = chosen(cells, *filters)
-    entrants = [require_choice("method", name, METHODS) for name in _names(only)] or list(METHODS)
-    if only and not _names(only):
-        raise CadenError("`--only` names no method.")
+    entrants = [require_choice("method", name, METHODS) for name in _names("--only", only)] or list(METHODS)
     with outside_code(no_code):
         for name in method or []:
-            own = name.rpartition(":")[2]
-            if ":" not in name:
+            place, _, own = name.rpartition(":")
+            if not place or not own:
                 raise CadenError(f"`--method` takes FILE.py:FUNCTION, got {name!r}.")
             if own in METHODS or [n.rpartition(":")[2] for n in method or []].count(own) > 1:
                 raise CadenError(f"There is another method called {own}: rename the function in {name!r}.")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import multiprocessing
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from caden import launcher
 from caden._version import __version__
 from caden.core import Problem
 from caden.engine.checkpoint import Checkpoints
@@ -33,6 +35,17 @@ def digest(config: Experiment) -> str:
         content["clock"] = clock.fingerprint()
     text = json.dumps([__version__, content], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def workers(jobs: int, threads: int) -> ProcessPoolExecutor:
+    """Return processes for runs, with so many threads each. They end with this process, even if it is killed."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(jobs, context, _begin, (threads, os.getpid()))
+
+
+def _begin(threads: int, parent: int) -> None:
+    launcher.end_with(parent)
+    torch.set_num_threads(threads)
 
 
 class RunStore:
@@ -91,8 +104,7 @@ class RunStore:
         """Run experiments in several processes, which are kept for the next plan."""
         if self._pool is None:
             threads = max(1, torch.get_num_threads() // self._jobs)
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._jobs, context, torch.set_num_threads, (threads,))
+            self._pool = workers(self._jobs, threads)
         waiting = {self._pool.submit(_work, self.folder, config.model_dump()): (name, config) for name, config in todo}
         try:
             for done in as_completed(waiting):

@@ -40,7 +40,11 @@ class State(NamedTuple):
     stored: Tensor
 
 
-@register({"alpha": 0.1, "eps": 0.3}, BROADCAST, {"alpha": {"low": 0.003, "high": 3.0}, "eps": [0.1, 1.0, 10.0]})
+@register(
+    {"alpha": 0.1, "eps": 0.3},
+    BROADCAST,
+    {"alpha": {"low": 0.003, "high": 3.0}, "eps": [0.1, 1.0, 10.0], "memory": [10, 1]},
+)
 def gt_lbfgs(alpha: float = 0.3, eps: float = 1.0, memory: int = 10) -> Method:
     """Gradient tracking along damped L-BFGS directions.
 

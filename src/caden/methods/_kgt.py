@@ -26,7 +26,7 @@ class State(NamedTuple):
     c: Tensor  # (k, d)
 
 
-@register({"alpha": 0.1}, BROADCAST, {"alpha": STEP, "gamma": [0.5, 0.75, 1.0]})
+@register({"alpha": 0.1}, BROADCAST, {"alpha": STEP, "gamma": [0.5, 0.75, 1.0], "start": ["zero", "gradients"]})
 def kgt(alpha: float = 0.1, gamma: float = 1.0, start: str = "zero") -> Method:
     """K-GT: gradient tracking with local steps, equally many for all agents.
 

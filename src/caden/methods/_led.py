@@ -25,7 +25,7 @@ class State(NamedTuple):
     y: Tensor  # (k, d)
 
 
-@register({"alpha": 0.3, "beta": 0.3}, BROADCAST, {"alpha": STEP, "beta": [0.1, 0.2, 0.5]})
+@register({"alpha": 0.3, "beta": 0.3}, BROADCAST, {"alpha": STEP, "beta": [0.1, 0.2, 0.5], "lazy": [True, False]})
 def led(alpha: float = 0.1, beta: float = 0.2, lazy: bool = True) -> Method:
     """LED: exact diffusion with local steps.
 
