@@ -5,6 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,6 +20,7 @@ from typer.testing import CliRunner
 import caden
 from browser import Browser, needs_chromium
 from caden import CadenError, arena
+from caden.arena import _outcomes
 from caden.arena._statistics import Pair, holm
 from caden.arena._suite import excluded
 from caden.cli import app
@@ -228,6 +233,9 @@ def test_conditions_exclude_methods_with_a_reason(outcomes):
         (["--quick", "--all"], "exclude each other"),
         (["--only", "cadn"], "caden"),
         (["--graphs", "rng"], "ring"),
+        (["--problems", ","], "`--problems` names nothing"),
+        (["--method", ":mine"], "FILE.py:FUNCTION"),
+        (["--method", "mine.py:"], "FILE.py:FUNCTION"),
         (["--quick", "--problems", "mnist"], "No cell"),
         (["--method", "nothing"], "FILE.py:FUNCTION"),
         (["--quick", "--jobs", "0"], "`jobs` must be"),
@@ -331,6 +339,56 @@ def test_a_run_that_ends_its_process_is_refused_and_the_others_go_on(tmp_path):
         standings = arena.hold(suite, cells, ["gt", f"{file}:deadly", "dgd"], outcomes)
     assert [entry.method for entry in standings.entries] == ["gt", "dgd"]
     assert "ended its process" in standings.excluded[0]["reason"]
+
+
+def test_what_methods_print_is_not_a_result_and_their_exits_are_refusals(tmp_path):
+    file = tmp_path / "loud.py"
+    file.write_text(
+        "from caden.methods import gt\nprint('loading')\n\n"
+        "def loud(alpha: float = 0.1):\n    print('hello')\n    return gt(alpha=alpha)\n\n"
+        "def leaving(alpha: float = 0.1):\n    raise SystemExit(0)\n"
+    )
+    words = ["arena", "--problems", "quadratic_10", "--graphs", "random", "--conditions", "awake", "--only", "gt"]
+    words += [
+        "--method",
+        f"{file}:loud",
+        "--method",
+        f"{file}:leaving",
+        "--jobs",
+        "2",
+        "--json",
+        "--out",
+        str(tmp_path),
+    ]
+    command = [sys.executable, "-m", "caden", *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = json.loads(result.stdout)
+    assert result.returncode == 1 and "hello" in result.stderr
+    assert {cell["method"] for cell in found["cells"]} == {"gt", "loud"}
+    assert {row["method"]: row["reason"] for row in found["excluded"]}["leaving"] == "SystemExit: 0"
+
+
+def test_a_killed_arena_leaves_no_processes(tmp_path):
+    words = ["--quick", "--problems", "digits_dirichlet", "--jobs", "2", "--out", str(tmp_path / "a")]
+    with subprocess.Popen([sys.executable, "-m", "caden", "arena", *words], stderr=subprocess.DEVNULL) as killed:
+        workers: list[int] = []
+        deadline = time.monotonic() + 60
+        while len(workers) < 2 and time.monotonic() < deadline:
+            listed = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+            workers = [int(p) for p in listed if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+            time.sleep(0.1)
+        killed.kill()
+    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(workers) == 2 and not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def test_what_is_known_of_a_problem_is_measured_again_by_other_code(tmp_path, monkeypatch):
+    config = arena.load_suite().experiment(arena.Cell("quadratic_10", "ring", "awake"), "caden")
+    with arena.Outcomes(tmp_path) as outcomes:
+        assert outcomes.facts(config, lambda: {"dim": 1.0}) == outcomes.facts(config, dict) == {"dim": 1.0}
+        monkeypatch.setattr(_outcomes, "_own_code", lambda: "other")
+        assert outcomes.facts(config, lambda: {"dim": 2.0}) == {"dim": 2.0}
 
 
 def test_every_method_has_the_same_number_of_trials():

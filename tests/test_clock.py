@@ -584,7 +584,7 @@ def test_an_empty_table_is_a_clock_with_defaults(setting):
 def test_values_by_number_list_distribution_and_file(tmp_path):
     draw = Draw(3, 4)
     for name, spread in (("exponential", 0.5), ("lognormal", 0.7), ("uniform", 0.9)):
-        table = {"name": name, "mean": 2.0, "spread": spread}
+        table = {"name": name, "mean": 2.0, **({} if name == "exponential" else {"spread": spread})}
         by_round = Values("compute", table, 4, draw, "agent")
         drawn = np.stack([by_round(t) for t in range(4000)])
         assert drawn.mean() == pytest.approx(2.0, rel=0.05) and (drawn > 0).all()
@@ -627,6 +627,9 @@ def test_values_by_number_list_distribution_and_file(tmp_path):
         ("wait", "must be a Clock or a table"),
         ({"tick": 1.0}, 'belongs to the mode "free"'),
         ({"tick": -1.0, "mode": "free"}, "positive"),
+        ({"compute": {"name": "exponential", "mean": 1, "spread": 3}}, "no `spread`"),
+        ({"compute": b"1"}, "clock.compute"),
+        ({"compute": 1e308}, "at most 1e"),
     ],
 )
 def test_wrong_clocks_get_one_line(setting, clock, message):
@@ -658,3 +661,20 @@ def test_methods_run_free_if_their_card_says_so(name):
     result = caden.simulate(method, problem, graph, rounds, clock=clock, record_every=50)
     if name not in ("local", "clipped_gossip"):  # biased by design
         assert (result.x - problem.solution).norm() < 1e-8
+
+
+@pytest.mark.parametrize("name", ["fedavg", "kgt", "lt_admm"])
+def test_agents_that_sleep_first_count_in_a_quantile_with_their_own_times(name):
+    """All are equally fast, so every round is as long as a step, whoever began."""
+    method = caden.methods.METHODS[name](**caden.methods.CARDS[name].unit_parameters)
+    problem, graph = caden.problems.quadratic(agents=20, dim=3), caden.graphs.ring(20)
+    options = {"participation": 0.2, "local_steps": 1, "record_every": 1}
+    clock = {"compute": 2.0, "mode": "deadline", "deadline": {"quantile": 0.5}}
+    history = caden.simulate(method, problem, graph, 6, clock=clock, **options).history
+    rounds = history[history["active"] > 0].iloc[1:]
+    assert len(rounds) and set(history["time"].diff().dropna().round(9)) <= {2.0, 0.0}
+
+
+def test_a_number_may_be_an_array(setting):
+    times = [caden.simulate(gd(), *setting, 3, clock={"compute": c}).rows[-1]["time"] for c in (np.array(2.0), 2.0)]
+    assert times[0] == times[1]

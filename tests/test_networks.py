@@ -512,6 +512,8 @@ def test_streams_that_cannot_be_used_are_one_line():
     ):
         with pytest.raises(CadenError, match=message):
             make(data=caden.data.Streams(streams))
+    with pytest.raises(CadenError, match="`window` of the streams"):
+        make(data=caden.data.Streams([pairs] * 3, window=4))
     with pytest.raises(CadenError, match="ended and cannot be iterated again"):
         make(data=caden.data.Streams([iter(pairs[:9])] * 3))
     with pytest.raises(CadenError, match="is a DataLoader: pass its `dataset`"):
@@ -640,6 +642,12 @@ def test_group_norm_replaces_batch_normalisation():
     assert isinstance(new[1], nn.GroupNorm) and new[1].num_groups == 6 and bool((new[1].weight == 3).all())
     assert isinstance(new[2][0], nn.GroupNorm) and new[2][0].weight is None
     assert isinstance(model[1], nn.BatchNorm2d)
+
+
+def test_group_norm_replaces_a_layer_that_is_used_twice():
+    norm = nn.BatchNorm2d(6)
+    new = problems.group_norm(nn.Sequential(nn.Conv2d(1, 6, 3), norm, nn.ReLU(), norm, nn.Sequential(norm)))
+    assert isinstance(new[1], nn.GroupNorm) and new[1] is new[3] is new[4][0]
 
 
 def test_microbatches_add_up_and_a_promise_permits_parts():
@@ -859,6 +867,37 @@ def test_a_random_loss_is_drawn_like_a_mask():
     assert problem.random and torch.equal(view.value_and_grad(x)[0], problem.at(1).value_and_grad(x)[0])
 
 
+class Langevin(torch.optim.SGD):
+    """Its steps are random."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data += 0.01 * torch.randn_like(p)
+
+
+def two_rounds(optimizer=torch.optim.SGD, metrics=None, **options):
+    solver = solvers.torch_optim(optimizer, lr=0.01, **options)
+    caden.simulate(methods.dpsgd(solver=solver), make(metrics=metrics), graphs.ring(3), 2)
+
+
+def with_test(inputs, targets):
+    return problems.classification(small(), images(), (inputs, targets), 3)
+
+
+def with_computed_tensor():
+    model = small()
+    model.scale = 2 * torch.ones(1, requires_grad=True)
+    return model
+
+
+def broken_images():
+    inputs, targets = images(40)
+    inputs[3] = torch.nan
+    return inputs, targets
+
+
 class Nameless(Noisy):
     def __getitem__(self, i):
         return {"pixels": self.inputs[i], "digit": int(self.targets[i])}
@@ -880,7 +919,19 @@ class Nameless(Noisy):
         (lambda: solvers.torch_optim(lambda p: None), "does not make an optimizer"),
         (lambda: solvers.torch_optim(lambda p: torch.optim.SGD(p[:1], lr=1)), "leaves out"),
         (lambda: solvers.torch_optim("SGD", lr=0.1, schedule=0.5), "schedule"),
-        (lambda: make(autocast="float8"), "float16"),
+        (lambda: make(autocast="float16"), "bfloat16"),
+        (lambda: make(compile="no"), "`compile` must be true or false"),
+        (lambda: make(loss_is_mean="no"), "`loss_is_mean` must be true or false"),
+        (lambda: make(seed=-1), "`seed` must be"),
+        (lambda: make(with_computed_tensor()), "cannot be copied"),
+        (lambda: with_test(*broken_images()), "inputs of test sample 3, are not finite"),
+        (lambda: with_test(images(40)[0], images(40)[1] + 7), "labels lie in"),
+        (lambda: make(data={"image": images()[0]}), "pair"),
+        (lambda: solvers.torch_optim("AdamW", betas=[0.9]), "does not accept these options"),
+        (lambda: two_rounds(Langevin), "draw random numbers"),
+        (lambda: two_rounds(torch.optim.SGD, schedule=lambda e: 1 / (e - 0.5)), "`schedule` fails after 0.5"),
+        (lambda: two_rounds(metrics={"round": lambda o, t: o.mean()}), "cannot be named `round`"),
+        (lambda: problems.classification(small(), images(), DataLoader([]), 3), "its `dataset` and `batch_size`.$"),
         (lambda: make(microbatch=0), "microbatch"),
         (lambda: problems.cnn(1, 8, 3, norm="layer"), "norm"),
     ],
@@ -1123,3 +1174,36 @@ def test_a_compiled_model_gives_the_same_gradients():
     x = plain.start.expand(3, -1).clone()
     for got, expected in zip(compiled.at(0).value_and_grad(x), plain.at(0).value_and_grad(x)):
         torch.testing.assert_close(got, expected)
+
+
+def test_auto_mu_on_mini_batches_is_mean_gradient_over_way():
+    """The smallest over the agents of |mean gradient| / |way of five steps|, over ten times the degree."""
+    problem, rate = make(dtype=torch.float64), 0.05
+    method = methods.caden(solver=solvers.torch_optim("SGD", lr=rate))
+    result = caden.simulate(method, problem, graphs.ring(3), 1, local_steps=2)
+    ratios = []
+    for agent, shard in enumerate(problem.shards):
+
+        def gradient(row, step, agent=agent, shard=shard):
+            chosen = draws.batch(4, -1, step, agent, shard.count, 8)
+            row = row.clone().requires_grad_()
+            loss = problem.model.function()(problem.model.views(row), *shard.read(chosen))
+            return torch.autograd.grad(loss, row)[0]
+
+        row = problem.start.clone()
+        for step in range(5):
+            row = row - rate * gradient(row, step)
+        way = row - problem.start
+        mean = sum(gradient(problem.start + step / 5 * way, step) for step in range(5)) / 5
+        ratios.append(float(mean.norm() / way.norm()))
+    assert result.summary()["mu_z"] == pytest.approx(min(ratios) / 20, rel=1e-9)
+
+
+def test_the_time_spent_on_reading_goes_on_after_a_resume(tmp_path):
+    def run(rounds, resume):
+        method, problem = methods.dpsgd(solver=solvers.torch_optim("SGD", lr=0.01)), make(data=Noisy())
+        options = {"directory": tmp_path / "run", "resume": resume, "checkpoint_every": 1}
+        return caden.simulate(method, problem, graphs.ring(3), rounds, **options).history["read_seconds"]
+
+    before = run(3, False).iloc[-1]
+    assert run(5, True).iloc[-1] > before > 0

@@ -436,3 +436,38 @@ def test_problems_of_any_class_are_completed(small):
         caden.simulate(caden.methods.esom(), Plain(), small[1], rounds=1)
     with pytest.raises(CadenError, match="no `agents`"):
         caden.simulate(caden.methods.gt(), object(), small[1], rounds=1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: ((x * x).sum(1) / 2, x.mean(0, keepdim=True)),
+        lambda x: ((x * x).sum(1, keepdim=True) / 2, x),
+        lambda x: ((x * x).sum(1).long(), x),
+        lambda x: ((x * x).sum(1) / 2, x.float()),
+    ],
+)
+def test_values_and_gradients_of_another_shape_or_type_are_refused(wrong):
+    """Compiled loops would read beyond their ends."""
+
+    class Wrong(caden.Problem):
+        agents, dim, dtype, device = 6, 3, torch.float64, torch.device("cpu")
+
+        def value_and_grad(self, x, rows=None):
+            return wrong(x)
+
+    with pytest.raises(CadenError, match="`value_and_grad` must return values and gradients of shapes"):
+        caden.simulate(caden.methods.caden(), Wrong(), caden.graphs.ring(6), 2)
+
+
+def test_values_with_their_graph_are_as_good_as_without():
+    class Attached(caden.Problem):
+        agents, dim, dtype, device = 6, 3, torch.float64, torch.device("cpu")
+
+        def value_and_grad(self, x, rows=None):
+            x = x.clone().requires_grad_()
+            value = ((x - 1) ** 2).sum(1) / 2
+            return value, torch.autograd.grad(value.sum(), x, create_graph=True)[0]
+
+    result = caden.simulate(caden.methods.caden(), Attached(), caden.graphs.ring(6), 20)
+    assert float((result.x - 1).abs().max()) < 1e-6

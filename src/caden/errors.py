@@ -48,6 +48,13 @@ def require_number(name: str, value: object) -> float:
     return float(value)
 
 
+def require_flag(name: str, value: object) -> bool:
+    """Return `value` if it is true or false."""
+    if not isinstance(value, bool):
+        raise CadenError(f"`{name}` must be true or false, got {value!r}.")
+    return value
+
+
 def require_positive(name: str, value: object) -> float:
     """Return `value` if it is a number above zero."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:

@@ -189,29 +189,32 @@ def _builder(folder: Path) -> RunStore:
 
 
 def _work(folder: Path, key: str, table: Mapping[str, Any]) -> Outcome:
-    config, began = Experiment.model_validate(table), time.perf_counter()
+    """Return the outcome of a run, and keep it unless it is refused: then it is tried again next time."""
+    began = time.perf_counter()
     try:
-        built = _builder(folder).build(config)
         with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # what a method prints is not a result
             warnings.simplefilter("ignore")
-            try:
-                result = config.run(built=built, progress=False, callbacks=[_limit(config, built[0].agents)])
-            except Diverged as error:
-                if error.result is None:
-                    raise
-                result = error.result
-        outcome = replace(_reduce(result, config), seconds=round(time.perf_counter() - began, 2))
+            result, config = _run(folder, table)
     except Interrupted:
         raise
     except CadenError as error:
         return Outcome(refused=str(error))
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # one method's fault does not end the arena; it is tried again
+    except (Exception, SystemExit) as error:  # a fault of one method does not end the arena
         return Outcome(refused=f"{type(error).__name__}: {error}".splitlines()[0])
+    outcome = replace(_reduce(result, config), seconds=round(time.perf_counter() - began, 2))
     replace_text(folder / f"{key}.json", json.dumps(jsonable(asdict(outcome)), separators=(",", ":")))
     return outcome
+
+
+def _run(folder: Path, table: Mapping[str, Any]) -> tuple[Result, Experiment]:
+    config = Experiment.model_validate(table)
+    built = _builder(folder).build(config)
+    try:
+        return config.run(built=built, progress=False, callbacks=[_limit(config, built[0].agents)]), config
+    except Diverged as error:
+        if error.result is None:
+            raise
+        return error.result, config
 
 
 def _limit(config: Experiment, agents: int) -> Callback:

@@ -1,5 +1,7 @@
 """`caden arena`."""
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,7 +68,7 @@ def arena(
     cells = suite.everything() if everything else suite.cells(suite.slices["quick" if quick else "committed"])
     cells = chosen(cells, *filters)
     entrants = [require_choice("method", name, METHODS) for name in _names("--only", only)] or list(METHODS)
-    with outside_code(no_code):
+    with outside_code(no_code), redirect_stdout(sys.stderr):  # what methods print is not a result
         for name in method or []:
             place, _, own = name.rpartition(":")
             if not place or not own:

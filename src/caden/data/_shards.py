@@ -112,6 +112,8 @@ class Reader:
                 "An IterableDataset has no samples by index: pass one per agent in `caden.data.Streams`, or train with "
                 "it in a loop of your own, with `caden.Agent`."
             )
+        if not self._arrays and not hasattr(data, "__len__"):
+            raise CadenError(f"The data set {type(data).__name__} has no length: give it a `__len__`.")
         if isinstance(data, Mapping):
             raise CadenError(f"`train` is a dictionary of data sets: choose one of {', '.join(map(repr, data))}.")
         self.count = len(leaves(data[0])[0]) if self._arrays else len(data)
@@ -215,10 +217,8 @@ def _tensor(values: Any) -> Tensor:
 def held(data: Any, name: str, dtype: torch.dtype, device: str) -> Held:
     """Return a pair (inputs, targets) of arrays or tensors in memory; inputs may be a tuple or a dictionary of them."""
     if isinstance(data, DataLoader):
-        raise CadenError(
-            f"`{name}` is a DataLoader: pass its `dataset` and `batch_size`, or one loader per agent in "
-            "`caden.data.Streams`."
-        )
+        streams = ", or one loader per agent in `caden.data.Streams`" if name == "train" else ""
+        raise CadenError(f"`{name}` is a DataLoader: pass its `dataset` and `batch_size`{streams}.")
     if isinstance(data, TensorDataset):
         if len(data.tensors) < 2:
             raise CadenError(f"`{name}` must have inputs and targets.")

@@ -58,6 +58,7 @@ COLUMNS = {
 }
 AXES = {name: column.label for name, column in COLUMNS.items() if column.axis}
 MEASURES = {name: column for name, column in COLUMNS.items() if column.measure}
+RESERVED = COLUMNS.keys() - {"accuracy", "validation_loss"}  # no metric of a problem may be named so
 EFFORTS = ("round", "communications", "gradients", "seconds", "time")  # costs of reaching a target
 
 

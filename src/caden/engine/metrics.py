@@ -6,7 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from caden.engine.columns import RESERVED
 from caden.engine.run import Run
+from caden.errors import CadenError
 
 Gather = Callable[[Tensor], Tensor]
 
@@ -50,7 +52,7 @@ def measure(run: Run, exact: bool = True, last: bool = True) -> dict[str, float 
     state, problem, gather = run.state, run.problem.whole, run.network.transport.gather
     value, gradient = run.info.value, run.info.gradient
     if exact and (value is None or gradient is None or run.problem.stochastic):  # those of a mini-batch
-        value, gradient = problem.value_and_grad(state.x)
+        value, gradient = (part.detach() for part in problem.value_and_grad(state.x))
     x, phi = gather(state.x), gather(state.phi) if "phi" in state._fields else None
     row: dict[str, float | None] = dict.fromkeys(("objective", "relative_error", "consensus", "lyapunov", "dual_sum"))
     row["consensus"] = consensus(x)
@@ -90,5 +92,7 @@ def on_test_data(run: Run, everything: bool, gather: Gather | None = None) -> di
         metrics = problem.glance(x)
     else:
         return dict.fromkeys(problem.metric_names) | known
+    if clash := RESERVED & metrics.keys():
+        raise CadenError(f"A metric cannot be named `{min(clash)}`, which is a column of the history: rename it.")
     gathered = {name: values if gather is None else gather(values) for name, values in metrics.items()}
     return {name: float(values.mean()) for name, values in gathered.items()} | known

@@ -37,6 +37,10 @@ class _Tally:
         self.by_agent: np.ndarray | None = None  # (k,) if a clock wants it
 
 
+def _listed(parts: Sequence[Any]) -> str:
+    return ", ".join(str(tuple(part) if isinstance(part, torch.Size) else part) for part in parts)
+
+
 class CountingProblem(Problem):
     """A problem that counts and times its gradients, one per agent and evaluation; in a round it is that round's."""
 
@@ -96,9 +100,18 @@ class CountingProblem(Problem):
 
     def value_and_grad(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         began = time.perf_counter()
-        answer = self._now.value_and_grad(x, rows)
+        value, gradient = self._now.value_and_grad(x, rows)
         self._count(x.shape[0], 1, rows, time.perf_counter() - began)
-        return answer
+        wanted, got = (
+            (x.shape[:1], x.shape, x.dtype, x.dtype),
+            (value.shape, gradient.shape, value.dtype, gradient.dtype),
+        )
+        if got != wanted:
+            raise CadenError(
+                f"`value_and_grad` must return values and gradients of shapes and types {_listed(wanted)}, got "
+                f"{_listed(got)}."
+            )
+        return value.detach(), gradient.detach()
 
     def descend(self, x: Tensor, step: float, correction: Tensor, work: Tensor) -> Tensor | None:
         began = time.perf_counter()
@@ -256,6 +269,7 @@ class Run:
             "wire_bytes": self.network.transport.wire_bytes,
             "gradients": self.problem.gradients,
             **self.counts,
+            **({"read_seconds": self.problem.whole.waited[0]} if self.problem.whole.waited else {}),
             "bound": self._bound,
         }
 
@@ -284,6 +298,8 @@ class Run:
         self.problem.gradients, self._bound = int(numbers["gradients"]), numbers["bound"]
         self.index, self.seconds = int(numbers["round"]), numbers["seconds"]
         self.counts = {name: int(numbers[name]) for name in self.counts}
+        if self.problem.whole.waited:
+            self.problem.whole.waited[0] = numbers.get("read_seconds", 0.0)
         return part
 
     @property

@@ -119,6 +119,8 @@ def plan(
             skipped[variant._replace(local_steps="").label] = why
         else:
             plans[variant] = settings
+    if not plans:
+        raise CadenError(f"No variant can run: {'; '.join(f'{label}: {why}' for label, why in skipped.items())}.")
     rates = [value for value in (clock.bandwidth, clock.up, clock.down) if value is not None]
     limited = bool(rates) and not any(isinstance(rate, Mapping) and "file" in rate for rate in rates)
     goal = "tolerance" if config.target is None else "target"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caden._tensor.rows import row_dots
-from caden.core import Edges, Heard, Round
+from caden._tensor.rows import row_dots, row_norms
+from caden.core import Edges, Heard, LocalSolver, Objective, Round
 from caden.graphs import Graph
 
 START = 0.006  # in L / (mean degree)
@@ -26,6 +26,7 @@ CHECKS = (6, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rounds after which
 BAND = (0.5, 1.7)  # it does if curvature x |primal residual| / |dual residual|, divided by its target, is outside
 LARGEST_CHANGE = 30.0
 ROUNDS_TO_ADAPT = 10
+TRIAL = 5  # local steps, to see how far an optimizer moves
 
 
 def curvature_of_steps(ratio: Tensor) -> Tensor:
@@ -37,8 +38,20 @@ def curvature_of_steps(ratio: Tensor) -> Tensor:
     return ratio / (ROUNDS_TO_ADAPT * START)
 
 
+def curvature_of_trial(local: LocalSolver, x: Tensor, round: Round) -> Tensor:
+    """Return (k,) what to take for the curvature under mini-batches: local steps on f_i alone are tried, and forgotten.
+
+    Differences of gradients would show the noise of mini-batches, and say nothing of how far an optimizer moves.
+    """
+    problem, zero = round.problem, torch.zeros_like(x)
+    tried = torch.full((len(x),), TRIAL, dtype=torch.int64, device=x.device)
+    way = local.solve(Objective(problem, zero, zero[:, :1]), x, tried, local.init(problem, x, None)).x - x
+    gradients = [problem.redraw(step).value_and_grad(x + step / TRIAL * way)[1] for step in range(TRIAL)]
+    return curvature_of_steps((row_norms(torch.stack(gradients).mean(0)) / row_norms(way)).nan_to_num(0, 0))
+
+
 def first_penalty(curvature: Tensor, graph: Graph) -> Tensor:
-    """Return the initial mu_z, given the largest curvature () over all agents."""
+    """Return the initial mu_z, given the curvature () that counts for all agents, or that of each (k, 1)."""
     largest = torch.where(curvature > 0, curvature, 1)  # zero where all gradients vanish: nothing is known of L
     return START * largest / (2 * len(graph.edges) / graph.agents)
 

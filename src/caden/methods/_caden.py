@@ -53,7 +53,7 @@ from caden import solvers
 from caden.core import Heard, Info, LocalSolver, Method, Round, Verdict
 from caden.curvature import smoothness
 from caden.errors import CadenError, require_choice, require_number, require_positive
-from caden.methods._auto import CHECKS, adopt, balance, balance_in_arcs, first_news, first_penalty
+from caden.methods._auto import CHECKS, adopt, balance, balance_in_arcs, curvature_of_trial, first_news, first_penalty
 from caden.methods._registry import EVERYTHING, PENALTY, RELAX, register
 from caden.theory import examine
 
@@ -92,8 +92,9 @@ def caden(
         mu_z: weight of the pull towards the neighbours. "auto" starts at 0.006 L / (mean degree), where L is the
             largest curvature found by the warm-up (without one, by a few probing gradients), and balances the residuals
             in some of the first 256 rounds. Agents agree on the numbers by max-consensus, counted from round 0 on, or,
-            where messages may be lost or late, by numbers that travel with their messages. Under mini-batches it stays
-            at its first value, since their noise looks like disagreement.
+            where messages may be lost or late, by numbers that travel with their messages. For optimizers on
+            mini-batches it follows from how far five steps lead and what their mean gradient is, and stays at this
+            value, since the noise of batches looks like disagreement.
         mu_y: dual step, `mu_z` if None. Far above it the method diverges, although Theorem 1 of the paper asks for it.
         dual: "exact" (correct over any network) or "paper" (Algorithm 1 to the letter).
         relax: 0.5 in the paper; values up to about 0.9 are usually faster and cost nothing.
@@ -118,7 +119,7 @@ def caden(
     def init(x: Tensor, round: Round) -> State:
         if dual == "exact" and _in_arcs(round):
             _require_arc_form(mu_z, mu_y, growth, start)
-        mu, curvature = _first_mu(mu_z, x, round, gossip=dual == "exact" and round.lossy)
+        mu, curvature = _first_mu(mu_z, local, x, round, gossip=dual == "exact" and round.lossy)
         tally = x.new_zeros(len(x), 3) if isinstance(mu_z, str) else None
         heard, memory = round.broadcast(x), local.init(round.problem, x, curvature)
         state = State(x, torch.zeros_like(x), heard.laplacian() / 2, memory, mu, tally=tally)
@@ -201,11 +202,17 @@ def _in_form(state: State, heard: Heard, round: Round) -> State:
     if not (round.may_sleep or _in_arcs(round)):
         return state
     first, second = heard.ends()
-    s = (first + second) / 2
     if not _in_arcs(round):
+        s = (first + second) / 2
         return state._replace(s=s, y=torch.zeros_like(s))
-    round.exchange(2 * state.x[round.edges.owner()] - torch.cat([s, s]))
-    z = _of_arcs(state.mu_z, round) * torch.cat([s, s])
+    z, weight = first.new_empty(2 * len(first), first.shape[1]), _of_arcs(state.mu_z, round)
+    for columns in _column_slices(state.x, round):
+        s = (first[:, columns] + second[:, columns]) / 2
+        z[:, columns] = torch.cat([s, s])
+    del first, second, s
+    if round.abridged:  # both ends get the first value of a copy
+        round.exchange(2 * state.x[round.edges.owner()] - z)
+    z *= weight
     news = None if state.tally is None or not round.lossy else first_news(state.mu_z)
     return state._replace(phi=_arc_pull(state.x, z, state.mu_z, round), gap=None, z=z, news=news)
 
@@ -223,13 +230,22 @@ def _in_arcs(round: Round) -> bool:
     return round.lossy or bool(round.abridged)
 
 
-def _first_mu(mu_z: float | str, x: Tensor, round: Round, gossip: bool) -> tuple[Tensor, Tensor | None]:
+def _first_mu(
+    mu_z: float | str, local: LocalSolver, x: Tensor, round: Round, gossip: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return mu_z at the start, one per agent if it will be agreed on by gossip, and the curvature if it is known."""
     if not isinstance(mu_z, str):
         return torch.as_tensor(mu_z, dtype=x.dtype, device=x.device), round.curvature
-    curvature = smoothness(round.problem, x) if round.curvature is None else round.curvature
-    largest = curvature.unsqueeze(1) if gossip else round.maximum(curvature)
-    return first_penalty(largest.to(x.dtype), round.graph), curvature
+    tries = local.fresh and round.problem.stochastic and local.name != "own_loop"  # whose steps are the user's
+    if tries:
+        curvature = curvature_of_trial(local, x, round)
+    else:
+        curvature = smoothness(round.problem, x) if round.curvature is None else round.curvature
+    if gossip:
+        return first_penalty(curvature.unsqueeze(1).to(x.dtype), round.graph), curvature
+    # Agents with few samples have large gradients, whatever the curvature: they do not count in a trial.
+    common = -round.maximum(-curvature) if tries else round.maximum(curvature)
+    return first_penalty(common.to(x.dtype), round.graph), curvature
 
 
 def _require_arc_form(mu_z: float | str, mu_y: float | None, growth: float, start: str | None) -> None:
@@ -347,7 +363,10 @@ def _column_slices(x: Tensor, round: Round) -> list[slice]:
 
 def _arc_pull(x: Tensor, z: Tensor, mu_z: Tensor, round: Round) -> Tensor:
     """Return mu_z d_i x_i - sum_j z_ij, written as a sum of differences."""
-    return round.edges.arc_sum(_of_arcs(mu_z, round) * x[round.edges.owner()] - z)
+    owner, weight, pull = round.edges.owner(), _of_arcs(mu_z, round), torch.empty_like(x)
+    for columns in _column_slices(x, round):
+        pull[:, columns] = round.edges.arc_sum(weight * x[:, columns][owner] - z[:, columns])
+    return pull
 
 
 def _of_arcs(mu_z: Tensor, round: Round) -> Tensor:

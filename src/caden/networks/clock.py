@@ -18,7 +18,7 @@ import numpy as np
 from scipy import stats
 
 from caden.draws import Draw
-from caden.errors import CadenError, require_choice, require_number, require_positive
+from caden.errors import CadenError, require_choice, require_flag, require_number, require_positive
 
 MODES = ("wait", "deadline", "free")
 Value = float | Sequence[float] | Mapping[str, Any] | None
@@ -29,6 +29,7 @@ _SHAPES: dict[str, Callable[[float, np.ndarray], np.ndarray]] = {
     "uniform": lambda spread, u: 1 + spread * (2 * u - 1),
 }
 _SHORTEST = 1e-9  # seconds of a tick
+_LARGEST = 1e15  # of any value: sums must stay finite and exact enough
 _WIDEST = {"exponential": np.inf, "lognormal": 10.0, "uniform": 1.0}  # spread
 
 
@@ -101,8 +102,7 @@ class Clock:
                 raise CadenError(f"`clock.deadline` must be seconds or a quantile in (0, 1], got {spec.deadline!r}.")
         elif spec.deadline is not None:
             require_positive("clock.deadline", spec.deadline)
-        if not isinstance(spec.pull, bool):
-            raise CadenError(f"`clock.pull` must be true or false, got {spec.pull!r}.")
+        require_flag("clock.pull", spec.pull)
         if spec.tick != 0 and (require_positive("clock.tick", spec.tick) < _SHORTEST or spec.mode != "free"):
             raise CadenError(f'`clock.tick` belongs to the mode "free" and is at least {_SHORTEST:g}, got {spec.tick}.')
         return spec
@@ -143,10 +143,11 @@ class Values:
         else:
             self._rows = np.broadcast_to(_numbers(name, spec, count, unit), (1, count))
         low = 0 if name in ("latency", "compute", "overhead", "serve") else np.finfo(float).tiny
-        sound = np.isfinite(self._rows).all() or (spec is None and low > 0)  # without a bandwidth there is no limit
+        sound = (self._rows <= _LARGEST).all() or (spec is None and low > 0)  # without a bandwidth there is no limit
         if len(self._rows) and not (sound and (self._rows >= low).all()):
             raise CadenError(
-                f"`clock.{name}` must be {'at least 0' if low == 0 else 'positive'} and finite, got {spec!r}."
+                f"`clock.{name}` must be {'at least 0' if low == 0 else 'positive'} and finite, at most {_LARGEST:g}, "
+                f"got {spec!r}."
             )
 
     def _check(self, unit: str) -> None:
@@ -154,8 +155,11 @@ class Values:
         for key in self._table:
             require_choice("key", f"clock.{self._name}.{key}", [f"clock.{self._name}.{k}" for k in known])
         require_choice(f"distribution of `clock.{self._name}`", self._table.get("name"), _SHAPES)
-        require_positive(f"clock.{self._name}.mean", self._table.get("mean"))
+        if require_positive(f"clock.{self._name}.mean", self._table.get("mean")) > _LARGEST:
+            raise CadenError(f"`clock.{self._name}.mean` must be at most {_LARGEST:g}, got {self._table['mean']}.")
         require_choice(f"clock.{self._name}.per", self._table.get("per", "round"), ("round", unit))
+        if self._table["name"] == "exponential" and "spread" in self._table:
+            raise CadenError(f"`clock.{self._name}`: an exponential distribution has no `spread`; remove it.")
         self._spread = require_number(f"clock.{self._name}.spread", self._table.get("spread", 0.5))
         widest = _WIDEST[self._table["name"]]
         if not 0 < self._spread <= widest:
@@ -170,7 +174,9 @@ class Values:
 
 
 def _numbers(name: str, spec: Any, count: int, unit: str) -> np.ndarray:
-    values = list(spec) if isinstance(spec, Sequence | np.ndarray) and not isinstance(spec, str) else [spec]
+    values = (
+        [*np.ravel(spec)] if isinstance(spec, np.ndarray) else [*spec] if isinstance(spec, list | tuple) else [spec]
+    )
     for value in values:
         require_number(f"clock.{name}", value)
     if len(values) not in (1, count):

@@ -262,7 +262,7 @@ class DeadlineTimer(Timer):
     def turn(self, index: int, active: Tensor) -> Turn:
         state = self._state
         begins = (state["left"] < 0) & active.numpy()
-        state["pace"] = np.where(begins, self.compute(index), state["pace"])
+        state["pace"] = np.where(begins | (state["took"] == 0), self.compute(index), state["pace"])
         seconds = state["pace"] * self.expected(index) + self.overhead(index) + state["way"]
         total = np.maximum(seconds + state["owed"], 0.0)
         state["left"][begins] = total[begins]

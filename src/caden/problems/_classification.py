@@ -27,14 +27,14 @@ from caden.data import (
     partition_from_spec,
 )
 from caden.draws import randomness
-from caden.errors import CadenError, require_choice, require_integer
+from caden.errors import CadenError, require_choice, require_flag, require_integer
 from caden.problems._model import Loss, Training, is_mean
 from caden.problems._module import Module
 
-_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_AUTOCAST = {"bfloat16": torch.bfloat16}  # float16 would need scaled losses
 
 
-def _require_finite(inputs: Any, targets: Tensor, parts: Sequence[np.ndarray]) -> None:
+def _require_finite(inputs: Any, targets: Tensor, parts: Sequence[np.ndarray], kind: str = "training") -> None:
     """Refuse samples with NaN or infinite entries, and name the agent that holds the first one."""
     named = [("inputs", part) for part in leaves(inputs)] + [("targets", targets)]
     for name, data in named:
@@ -44,7 +44,7 @@ def _require_finite(inputs: Any, targets: Tensor, parts: Sequence[np.ndarray]) -
             agent = next((i for i, part in enumerate(parts) if sample in part), None)
             owner = "" if agent is None else f", which belongs to agent {agent}"
             raise CadenError(
-                f"The {name} of training sample {sample}{owner}, are not finite ({int(broken.sum())} in all)."
+                f"The {name} of {kind} sample {sample}{owner}, are not finite ({int(broken.sum())} in all)."
             )
 
 
@@ -139,7 +139,7 @@ def classification(
             all of them for None.
         loss_is_mean: promise that `loss` is a mean of one term per sample, so that it may be computed in parts.
         microbatch: samples per call of the model; gradients of larger batches are added up.
-        autocast: "bfloat16" or "float16" for the model's computations; parameters keep `dtype`.
+        autocast: "bfloat16" for the model's computations; parameters keep `dtype`.
         compile: compile the model with torch.compile; rounding may differ from the model as it is.
         label: the column of the targets, if the samples of a Dataset are dictionaries.
 
@@ -148,7 +148,8 @@ def classification(
     >>> problem.agents, problem.dim, [shard.count for shard in problem.shards]
     (4, 6, [3, 2, 2, 2])
     """
-    require_integer("agents", agents, least=1)
+    require_integer("agents", agents, least=1), require_integer("seed", seed, least=0)
+    require_flag("compile", compile), require_flag("loss_is_mean", loss_is_mean or False)
     require_choice("weight", weight, ("agents", "samples"))
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
         raise CadenError("`model` must be an nn.Module with parameters to train.")
@@ -163,7 +164,9 @@ def classification(
     if isinstance(train, Streams):
         if agents != train.agents:
             raise CadenError(f"`agents` must be {train.agents}, the number of streams, got {agents}.")
-        partition = train.parts()
+        partition, least = train.parts(), batch_size or 1
+        if train.window < least:
+            raise CadenError(f"`window` of the streams must be at least `batch_size`, got {train.window} and {least}.")
     train, lazy = _source(train, dtype, device, label, batch_size)
     wanted = list(range(agents)) if hosted is None else hosted
     shards, parts = _shards(
@@ -179,6 +182,7 @@ def classification(
         raise CadenError("`test` is empty.")
     if held_out is not None:
         _require_same_shape(shards[0].read(slice(0, 1))[0], held_out.inputs)
+        _require_finite(held_out.inputs, held_out.targets, [], "test")
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     scale = counts * agents / counts.sum() if weight == "samples" else torch.ones_like(counts)
     mean = is_mean(loss) if loss_is_mean is None else loss_is_mean
@@ -188,7 +192,10 @@ def classification(
     training = Training(loss, metrics, batch_size, seed, mean, microbatch, precision, compile, random_data, runs_code)
     probe = _probe(train, lazy, (dtype, device))
     training = training._replace(typical=max(1, round(float(counts.mean()))), probe=probe)
-    model = copy.deepcopy(model).to(device, dtype)
+    try:
+        model = copy.deepcopy(model).to(device, dtype)
+    except RuntimeError as error:  # tensors that are computed from others, as by the old weight_norm
+        raise CadenError(f"`model` cannot be copied ({str(error).splitlines()[0]}).") from None
     return Module(model, shards, held_out, scale[wanted].to(device, dtype), execution, training, wanted)
 
 

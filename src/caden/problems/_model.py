@@ -139,8 +139,8 @@ class Model:
                     self.training = self.training._replace(metrics=metrics)
                 for metric in (self.training.metrics or {}).values():
                     float(metric(joined([output]), targets))
-        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
-            message = str(error).splitlines()[0]
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            message = (str(error) or type(error).__name__).splitlines()[0]
             raise CadenError(f"The model or the loss does not accept these data ({message}).") from None
         self.normalised = keeps_statistics(trial)
         changed = {n.rpartition(".")[0] for n, b in trial.named_buffers() if not torch.equal(before[n], b)}

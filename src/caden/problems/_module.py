@@ -122,7 +122,7 @@ class Module(Problem):
 
     def _require_labels(self) -> None:
         outputs, ignored = self.model.outputs, ignored_target(self.training.loss)
-        labels = [shard.targets for shard in self.shards if isinstance(shard, Held)]
+        labels = [part.targets for part in (*self.shards, self.test) if isinstance(part, Held)]
         labels = [there for t in labels if len(there := t if ignored is None else t[t != ignored])]
         if not labels or outputs is None:
             return
@@ -286,8 +286,8 @@ class Module(Problem):
         """Name the agent whose samples the model or the loss does not accept."""
         try:
             yield
-        except (IndexError, TypeError, ValueError) as error:
-            message = str(error).splitlines()[0]
+        except (LookupError, TypeError, ValueError, AssertionError, RuntimeError) as error:
+            message = (str(error) or type(error).__name__).splitlines()[0]
             raise CadenError(f"Samples of agent {self.ids[agent]}: the model or the loss fails ({message}).") from error
 
     def _evaluate_agent(self, row: Tensor, agent: int, value: Tensor, gradient: Tensor) -> None:

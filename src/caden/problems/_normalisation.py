@@ -50,10 +50,12 @@ def group_norm(model: nn.Module, groups: int = 8) -> nn.Module:
     model = copy.deepcopy(model)
     if isinstance(model, _BatchNorm):
         return _grouped(model, groups)
+    new: dict[nn.Module, nn.GroupNorm] = {}  # a layer may be used in several places
     for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
+        for name, layer in parent._modules.items():
             if isinstance(layer, _BatchNorm):
-                setattr(parent, name, _grouped(layer, groups))
+                new[layer] = new.get(layer) or _grouped(layer, groups)
+                parent._modules[name] = new[layer]
     return model
 
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from caden._tensor.parallel import run_in_threads
 from caden._tensor.rows import row_norms, row_numbers, rows_separately, take_rows
 from caden.core import LocalSolver, Objective, Problem, Solved
-from caden.errors import CadenError, require_choice, require_positive
+from caden.draws import generator_states
+from caden.errors import CadenError, require_choice, require_flag, require_positive
 from caden.registry import load_object
 from caden.solvers import _iterate
 from caden.solvers._iterate import Iterate, start
@@ -73,7 +74,7 @@ def _builder(optimizer: Any, options: dict[str, Any]) -> tuple[Build, bool]:
     def build(parameters: list[nn.Parameter]) -> list[Optimizer]:
         try:
             made = make(parameters, **options)
-        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        except (TypeError, ValueError, RuntimeError, AssertionError, LookupError) as error:
             raise CadenError(f"{name} does not accept these options ({str(error).splitlines()[0]}).") from None
         optimizers = list(made) if isinstance(made, list | tuple) else [made]
         if not all(isinstance(one, Optimizer) for one in optimizers):
@@ -95,7 +96,7 @@ def _schedule(spec: str | Schedule) -> Schedule:
         rate = load_object(spec) if ":" in spec else SCHEDULES[require_choice("schedule", spec, SCHEDULES)]
     try:
         sound = math.isfinite(rate(0.0))
-    except TypeError:
+    except TypeError:  # such as a number
         sound = False
     if not sound:
         raise CadenError(
@@ -103,6 +104,18 @@ def _schedule(spec: str | Schedule) -> Schedule:
             f"{getattr(spec, '__name__', spec)!r}."
         )
     return cast(Schedule, rate)
+
+
+def _factor(rate: Schedule, elapsed: float) -> float:
+    """Return the factor of the learning rate."""
+    try:
+        factor = rate(elapsed)
+        if math.isfinite(factor):
+            return factor
+        reason = f"it gives {factor}"
+    except (ArithmeticError, TypeError, ValueError, LookupError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise CadenError(f"`schedule` fails after {elapsed:.3g} of the run ({reason}).")
 
 
 def torch_optim(
@@ -129,8 +142,7 @@ def torch_optim(
     """
     build, elementwise = _builder(optimizer, options)
     rate = _schedule(schedule)
-    if not isinstance(carry, bool):
-        raise CadenError(f"`carry` must be true or false, got {carry!r}.")
+    require_flag("carry", carry)
     if clip is not None:
         require_positive("clip", clip)
     local = _Optimizers(build, elementwise, carry, rate, clip)
@@ -156,10 +168,16 @@ class _Optimizers:
         key = (tuple(problem.shapes or ()), problem.dim, x.dtype, x.device, self._together())
         if key not in self._layouts:
             trial = self._team(problem, torch.zeros(1, dtype=torch.int64), torch.zeros_like(x[:1]))
+            before = generator_states()
             try:
                 trial.step(torch.zeros_like(x[:1]), 1.0)
             except (TypeError, RuntimeError, AssertionError) as error:
                 raise CadenError(f"This optimizer cannot be a local solver ({str(error).splitlines()[0]}).") from None
+            if generator_states() != before:
+                raise CadenError(
+                    "This optimizer cannot be a local solver: its steps draw random numbers, which no resumed or "
+                    "distributed run could repeat."
+                )
             self._layouts[key] = trial.layout()
         return self._layouts[key]
 
@@ -177,7 +195,7 @@ class _Optimizers:
             teams.append(self._team(objective.problem, group, now.x[group]))
             if self._carry and int(memory.taken[group[0]]) > 0:
                 teams[-1].load(layout, memory.slots[group])
-        factor = self._rate(objective.elapsed)
+        factor = _factor(self._rate, objective.elapsed)
         for _, rows in now.local_steps():
             gradient = now.full_gradient(rows)
             if self._clip is not None:
