@@ -24,6 +24,6 @@ for name, method in methods.items():
         result = caden.simulate(method, problem, graph, rounds=100, clock=clock, **options)
         end, busy = result.rows[-1], result.agents["busy"]
         print(
-            f"{name:5} {mode:8}: 93 % after {end['time']:5.1f} s and {end['communications']:6,} communications; "
-            f"slow agents computed {busy[:4].mean():4.0%} of the time, fast ones {busy[4:].mean():4.0%}"
+            f"{name:5} {mode:8}: {end['accuracy']:.0%} after {end['time']:5.1f} s and {end['communications']:6,} "
+            f"communications; slow agents computed {busy[:4].mean():4.0%} of the time, fast ones {busy[4:].mean():4.0%}"
         )

@@ -453,6 +453,8 @@ def test_the_page_in_a_browser(tournament, tmp_path):
         assert browser.errors() == []
         answer = "return document.getElementById('answer').textContent"
         assert "mine is first in 0 (shared in 0) and second in 1 of 1 cells" in browser.run(answer)
+        conditions = "return document.getElementById('by-condition').textContent"
+        assert "caden (1)" in browser.run(conditions) and "1 of 1" in browser.run(conditions)
         winner = "return document.querySelector('#winners td button').textContent"
         assert browser.run(winner).startswith("caden")
         methods = "return [...document.querySelectorAll('#entries tbody tr')].map(r => r.cells[0].textContent)"

@@ -335,8 +335,11 @@ def test_messages_on_the_way_for_a_step_are_used_one_step_later(setting):
     assert torch.equal(timed.x, late.x)
 
 
-def textbook_free(problem, graph, rho, alpha, compute, latency, steps, begin, codec=None):
-    """Relaxed ADMM with exact solves, event by event, agent by agent; with a codec, both ends of an arc keep a copy."""
+def textbook_free(problem, graph, rho, alpha, compute, latency, steps, begin, codec=None, receive=0.0):
+    """Relaxed ADMM with exact solves, event by event, agent by agent; with a codec, both ends of an arc keep a copy.
+
+    `latency` is a function of sender and receiver; each message occupies its receiver's connection for `receive` s.
+    """
 
     def short(change):
         return codec.unpack(codec.pack(torch.from_numpy(change)[None]), DIM, torch.float64)[0].numpy()
@@ -346,10 +349,15 @@ def textbook_free(problem, graph, rho, alpha, compute, latency, steps, begin, co
     x, near = np.zeros((AGENTS, DIM)), {i: graph.neighbours(i) for i in range(AGENTS)}
     z = {(i, j): np.zeros(DIM) for i in near for j in near[i]}
     made, inbox, events, order = [0] * AGENTS, [], [], itertools.count()
+    busy = [0.0] * AGENTS  # until when each agent's connection is
     for i in range(AGENTS):
-        heapq.heappush(events, ((1 + begin) * compute[i], i))
+        heapq.heappush(events, ((1 + begin) * compute[i], -1, i, None))
     while min(made) < steps:
-        now, i = heapq.heappop(events)
+        now, number, i, letter = heapq.heappop(events)
+        if letter is not None:
+            busy[i] = max(busy[i], now) + receive
+            inbox.append((number, busy[i], letter[0], i, letter[1]))
+            continue
         degree = len(near[i])
         matrix = H[i] + rho * degree * np.eye(DIM)
         x[i] = np.linalg.solve(matrix, b[i] + sum(z[i, j] for j in near[i]))
@@ -358,7 +366,7 @@ def textbook_free(problem, graph, rho, alpha, compute, latency, steps, begin, co
             if codec is not None:
                 message = copies[i, j] + short(message - copies[i, j]) if (i, j) in copies else message
                 copies[i, j] = message
-            inbox.append((next(order), now + latency, i, j, message))
+            heapq.heappush(events, (now + latency(i, j), next(order), j, (i, message)))
         for number, arrival, sender, receiver, message in sorted(inbox, key=lambda m: m[0]):
             if receiver == i and arrival <= now:
                 newer = [m for m in inbox if m[2:4] == (sender, i) and m[1] <= now and m[0] > number]
@@ -366,7 +374,7 @@ def textbook_free(problem, graph, rho, alpha, compute, latency, steps, begin, co
                     z[i, sender] = (1 - alpha) * z[i, sender] + alpha * message
         inbox = [m for m in inbox if not (m[3] == i and m[1] <= now)]
         made[i] += 1
-        heapq.heappush(events, (now + compute[i], i))
+        heapq.heappush(events, (now + compute[i], -1, i, None))
     return x, made
 
 
@@ -380,12 +388,33 @@ def test_free_running_agents_against_an_event_loop(setting, messages):
     result = caden.simulate(method, problem, graph, steps, local_steps=1, clock=clock, messages=messages)
     begin = result.rows[0]["time"] / 1.07  # gradients at the start
     codec = Messages.from_spec(messages).codec
-    x, made = textbook_free(problem, graph, 0.5, 0.7, compute, 0.291, steps, begin, codec)
+    x, made = textbook_free(problem, graph, 0.5, 0.7, compute, lambda i, j: 0.291, steps, begin, codec)
     sent = sum(n * len(graph.neighbours(i)) for i, n in enumerate(made))
     size = 8 * DIM if codec is None else codec.size(DIM, 8)
     assert last(result, "communications", "bytes") == [sent, sent * size + 2 * len(graph.edges) * (8 * DIM - size)]
     assert result.agents["steps"].tolist() == made
     np.testing.assert_allclose(result.x.numpy(), x, atol=1e-12)
+
+
+def test_free_agents_receive_in_the_order_of_arrival_over_connections_of_their_own(setting):
+    """A message from far away holds up nothing that comes before it."""
+    problem, graph = setting
+    compute, steps, receive = np.array([0.11, 0.13, 0.17, 0.19, 0.23, 1.07]), 12, 0.0413
+    latency = 0.05 + 3 * np.random.default_rng(3).random(len(graph.edges)) ** 3
+    clock = Clock(compute=compute, latency=latency, down=8 * DIM / receive, mode="free")
+    method = caden.methods.radmm(0.5, 0.7, solver="exact")
+    result = caden.simulate(method, problem, graph, steps, local_steps=1, clock=clock)
+    begin = result.rows[0]["time"] / 1.07
+    of_edge = {tuple(edge): float(seconds) for edge, seconds in zip(graph.edges.tolist(), latency)}
+    between = lambda i, j: of_edge[min(i, j), max(i, j)]  # noqa: E731
+    x, made = textbook_free(problem, graph, 0.5, 0.7, compute, between, steps, begin, receive=receive)
+    assert result.agents["steps"].tolist() == made
+    np.testing.assert_allclose(result.x.numpy(), x, atol=1e-12)
+    unlimited, wide = (
+        caden.simulate(method, problem, graph, steps, local_steps=1, clock={**vars(clock), "down": down})
+        for down in (None, 1e14)
+    )
+    torch.testing.assert_close(unlimited.x, wide.x)
 
 
 def textbook_pull(problem, graph, rho, alpha, compute, latency, transfer, steps, begin):
@@ -506,7 +535,9 @@ def test_free_running_refuses_what_it_cannot_do(setting):
 def test_a_resumed_run_keeps_the_time(setting, mode, pull, messages, tmp_path):
     problem, graph = setting
     limit = {"deadline": 0.7} if mode == "deadline" else {}
-    clock = Clock({"name": "exponential", "mean": 0.2}, latency=0.3, up=200.0, pull=pull, mode=mode, **limit)
+    clock = Clock(
+        {"name": "exponential", "mean": 0.2}, latency=0.3, up=200.0, down=150.0, pull=pull, mode=mode, **limit
+    )
     options = {"local_steps": 3, "clock": clock, "messages": messages, "checkpoint_every": 1, "picture": False}
 
     whole = caden.simulate(gd(), problem, graph, 15, directory=tmp_path / "whole", **options)
@@ -552,7 +583,8 @@ problem, graph = caden.problems.quadratic(agents=6, dim=3, seed=0), caden.graphs
 def kill(row, state):
     if row["round"] == 7 and sys.argv[3] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-clock = {"compute": {"name": "exponential", "mean": 0.2}, "latency": 0.3, "up": 200.0, "mode": sys.argv[1]}
+clock = {"compute": {"name": "exponential", "mean": 0.2}, "latency": 0.3, "up": 200.0, "down": 150.0}
+clock |= {"mode": sys.argv[1]}
 clock |= {"deadline": 0.7} if sys.argv[1] == "deadline" else {}
 caden.simulate(caden.methods.caden(mu_z=0.5), problem, graph, 15, directory=sys.argv[2], local_steps=3, clock=clock,
     checkpoint_every=1, picture=False, callbacks=[kill], resume=sys.argv[3] == "resume")

@@ -19,7 +19,9 @@ def draw_profiles(standings: Standings, path: Path) -> None:
     """Draw which share of its instances each method solves within a multiple of the best effort."""
     ratios = {effort: profile(standings.costs(effort)) for effort in EFFORTS}
     areas = {m: sum(_area(ratios[effort][m]) for effort in EFFORTS) for m in ratios[EFFORTS[0]]}
-    order = sorted(areas, key=lambda m: (-areas[m], m))
+    counts = {m: len(ratios[EFFORTS[0]][m]) for m in areas}
+    few = {m: counts[m] < max(counts.values()) / 2 for m in areas}  # such shares would not be comparable
+    order = sorted(areas, key=lambda m: (few[m], -areas[m], m))
     colours = styles(order[:SHOWN])
     drawing = blank(11, 8.5)
     for axis, effort in zip(drawing.subplots(2, 2).flat, EFFORTS):

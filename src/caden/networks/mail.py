@@ -27,12 +27,14 @@ class _Letters(NamedTuple):
     arcs: np.ndarray  # (n,)
     numbers: np.ndarray  # (n,) of the step that each was sent in
     arrivals: np.ndarray  # (n,)
+    sizes: np.ndarray  # (n,) bytes that have not passed the receiver's own connection yet
     rows: Tensor  # (n, d)
 
     def select(self, mask: np.ndarray) -> _Letters:
         if mask.all():
             return self
-        return _Letters(self.arcs[mask], self.numbers[mask], self.arrivals[mask], self.rows[torch.from_numpy(mask)])
+        arcs, numbers, arrivals, sizes = (part[mask] for part in (self.arcs, self.numbers, self.arrivals, self.sizes))
+        return _Letters(arcs, numbers, arrivals, sizes, self.rows[torch.from_numpy(mask)])
 
 
 class FreeTimer(Timer):
@@ -126,12 +128,12 @@ class FreeTimer(Timer):
         letters, sizes = self._written(at, rows[torch.from_numpy(at)])
         every = np.zeros(len(going))
         every[at] = sizes
-        arrival = self.travel(index, every, begin)[at]
+        arrival = self._cross(index, every, begin)[1][at]
         if self.codec is not None:
             self._state["last"][at] = arrival = np.maximum(arrival, self._state["last"][at])
         self.posted = len(at), int(sizes.sum())
         if len(at):
-            self._letters.append(_Letters(at, numbers[at], arrival, letters))
+            self._letters.append(_Letters(at, numbers[at], arrival, sizes.astype(float), letters))
 
     def _written(self, at: np.ndarray, rows: Tensor) -> tuple[Tensor, np.ndarray]:
         """Return the rows of arcs as their peers will know them, and the bytes that each takes.
@@ -179,11 +181,27 @@ class FreeTimer(Timer):
         state["sent"] = np.where(asked, state["offered"], state["sent"])
         state["request"] = np.where(asked, np.inf, state["request"])
 
+    def _receive(self, active: np.ndarray, moment: float) -> None:
+        """Let what has come to the connections of the agents that step now pass them, in the order in which it came."""
+        rate, free = self._down(self._turn.index), self._state["down"]
+        if not np.isfinite(rate).any():
+            return
+        coming = []
+        for batch, letters in enumerate(self._letters):
+            here = (letters.sizes > 0) & active[self.peer[letters.arcs]] & (letters.arrivals <= moment)
+            coming += [(letters.arrivals[n], batch, n) for n in np.flatnonzero(here)]
+        for arrival, batch, n in sorted(coming):
+            letters = self._letters[batch]
+            i = self.peer[letters.arcs[n]]
+            letters.arrivals[n] = free[i] = max(free[i], arrival) + letters.sizes[n] / rate[i]
+            letters.sizes[n] = 0
+
     def _delivered(self, arcs: Tensor, active: np.ndarray, moment: float) -> tuple[Tensor, Tensor]:
         """Return the newest messages that have arrived at the agents that step now."""
         half, taken = len(self.owner) // 2, self._state["taken"]
         received, came = torch.zeros_like(arcs), torch.zeros(len(arcs), 1, dtype=torch.bool, device=arcs.device)
         waiting = []
+        self._receive(active, moment)
         while self._letters:  # in the order in which they were sent
             letters = self._letters.pop(0)
             here = active[self.peer[letters.arcs]] & (letters.arrivals <= moment * (1 + _TOGETHER))
@@ -210,9 +228,10 @@ class FreeTimer(Timer):
     def buffers(self) -> dict[str, Tensor]:
         known = super().buffers()
         if self._letters:
-            arcs, numbers, arrivals, rows = zip(*self._letters)
+            arcs, numbers, arrivals, sizes, rows = zip(*self._letters)
             known |= {"mail": torch.from_numpy(np.stack([np.concatenate(arcs), np.concatenate(numbers)]))}
             known |= {"arrivals": torch.from_numpy(np.concatenate(arrivals)), "rows": torch.cat(rows)}
+            known |= {"sizes": torch.from_numpy(np.concatenate(sizes))}
             known["batches"] = torch.tensor([len(batch) for batch in arcs])
         kept = {"offers": self._offers, "copies": self._copies}
         return known | {name: rows for name, rows in kept.items() if rows is not None}
@@ -220,10 +239,10 @@ class FreeTimer(Timer):
     def restore(self, buffers: Mapping[str, Tensor]) -> None:
         super().restore(buffers)
         if "rows" in buffers:
-            sizes = buffers["batches"].tolist()
-            parts = (*buffers["mail"], buffers["arrivals"], buffers["rows"])
-            batches = zip(*(part.split(sizes) for part in parts))
-            self._letters = [_Letters(a.numpy(), n.numpy(), t.numpy(), rows) for a, n, t, rows in batches]
+            counts = buffers["batches"].tolist()
+            numbers = *buffers["mail"], buffers["arrivals"].clone(), buffers["sizes"].clone()
+            arcs, sent, arrivals, sizes = ([p.numpy() for p in torch.split(part, counts)] for part in numbers)
+            self._letters = list(map(_Letters, arcs, sent, arrivals, sizes, torch.split(buffers["rows"], counts)))
         self._offers, self._copies = buffers.get("offers"), buffers.get("copies")
 
 

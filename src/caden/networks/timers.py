@@ -124,6 +124,11 @@ class Timer:
 
     def travel(self, index: int, sizes: np.ndarray, begin: np.ndarray) -> np.ndarray:
         """Return (2E,) when messages of some bytes arrive that arcs send at `begin` (2E,); 0 bytes: never sent."""
+        sent, arrival = self._cross(index, sizes, begin)
+        return self._queue("down", self.peer, sent, arrival, sizes, self._down(index))
+
+    def _cross(self, index: int, sizes: np.ndarray, begin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which arcs send, and (2E,) when their messages come to the receivers' own connections."""
         sent = np.flatnonzero(sizes > 0)
         leave = self._queue("up", self.owner, sent, begin, sizes, self._up(index))[sent]
         bandwidth = np.concatenate([self._bandwidth(index)] * 2)[sent]
@@ -132,7 +137,7 @@ class Timer:
             self._state["line"][sent] = leave
         arrival = np.full(len(sizes), -np.inf)
         arrival[sent] = leave + self._latencies(index)[sent]
-        return self._queue("down", self.peer, sent, arrival, sizes, self._down(index))
+        return sent, arrival
 
     def _queue(
         self, name: str, agent: np.ndarray, sent: np.ndarray, begin: np.ndarray, sizes: np.ndarray, rate: np.ndarray
