@@ -464,6 +464,9 @@ def test_a_memmap_gives_what_the_array_gives(tmp_path):
             for data in ((inputs, targets), mapped)
         ]
         torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+    found = [problems.classification(small(), images(), test, 3) for test in ((inputs, targets), mapped)]
+    x = found[0].start.expand(3, -1)
+    assert torch.equal(*(problem.evaluate(x)["accuracy"] for problem in found))
 
 
 class Numbered(IterableDataset):
@@ -1153,7 +1156,7 @@ def test_a_memmap_ten_times_larger_than_what_may_be_used(tmp_path):
     inputs[::1000], targets[:] = 1.0, np.arange(150_000) % 3
     before = anonymous_memory()
     mapped = tuple(np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "xy")
-    problem = problems.classification(nn.Linear(1000, 3), mapped, agents=4, batch_size=32)
+    problem = problems.classification(nn.Linear(1000, 3), mapped, mapped, agents=4, batch_size=32)
     caden.simulate(methods.caden(0.1), problem, graphs.ring(4), 10)
     problem.value_and_grad(problem.start.expand(4, -1))  # all samples, in pieces
     assert anonymous_memory() - before < 60

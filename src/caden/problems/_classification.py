@@ -178,11 +178,7 @@ def classification(
         (dtype, device),
     )
     held_out = _test_set(test, dtype, device, label, seed)
-    if held_out is not None and not held_out.count:
-        raise CadenError("`test` is empty.")
-    if held_out is not None:
-        _require_same_shape(shards[0].read(slice(0, 1))[0], held_out.inputs)
-        _require_finite(held_out.inputs, held_out.targets, [], "test")
+    _check_test_set(held_out, shards[0])
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     scale = counts * agents / counts.sum() if weight == "samples" else torch.ones_like(counts)
     mean = is_mean(loss) if loss_is_mean is None else loss_is_mean
@@ -199,20 +195,28 @@ def classification(
     return Module(model, shards, held_out, scale[wanted].to(device, dtype), execution, training, wanted)
 
 
-def _test_set(test: Any, dtype: torch.dtype, device: str, label: str, seed: int) -> Held | None:
-    if test is None:
-        return None
-    if is_lazy(test) and not isinstance(test, tuple | list):
-        source = Reader(test, dtype, device, label)
-        if not source.count:
-            raise CadenError("`test` is empty.")
-        with randomness(seed, -1, 0, -1, of="data"):
-            return Held(*source.read(np.arange(source.count)))
-    return held(test, "test", dtype, device)
+def _test_set(test: Any, dtype: torch.dtype, device: str, label: str, seed: int) -> Shard | None:
+    if test is None or not is_lazy(test):
+        return None if test is None else held(test, "test", dtype, device)
+    source = Reader(test, dtype, device, label)
+    everything = np.arange(source.count)
+    if isinstance(test, tuple | list) or not source.count:  # on disk
+        return OnDemand(source, everything)
+    with randomness(seed, -1, 0, -1, of="data"):
+        return Held(*source.read(everything))
+
+
+def _check_test_set(test: Shard | None, train: Shard) -> None:
+    if test is not None and not test.count:
+        raise CadenError("`test` is empty.")
+    if test is not None:
+        _require_same_shape(*(part.read(slice(0, 1))[0] for part in (train, test)))
+    if isinstance(test, Held):
+        _require_finite(test.inputs, test.targets, [], "test")
 
 
 def _require_same_shape(train: Any, test: Any) -> None:
-    shapes = [[tuple(t.shape[1:]) for t in leaves(inputs)] for inputs in (train, over(test, lambda t: t[:1]))]
+    shapes = [[tuple(t.shape[1:]) for t in leaves(inputs)] for inputs in (train, test)]
     for ours, theirs in zip(*shapes):
         if ours != theirs:
             raise CadenError(f"`test` inputs have shape {theirs}, `train` inputs {ours}.")

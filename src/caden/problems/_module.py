@@ -63,7 +63,7 @@ class Module(Problem):
         self,
         model: nn.Module,
         shards: Sequence[Shard],
-        test: Held | None,
+        test: Shard | None,
         scale: Tensor,
         execution: str = "auto",
         training: Training = Training(),  # noqa: B008
@@ -390,21 +390,23 @@ class Module(Problem):
     def _tested(self, x: Tensor, count: int) -> dict[str, Tensor]:
         if self.test is None:
             return {}
-        values, held = {name: x.new_empty(len(x)) for name in self._metrics}, self.test
-        if count < held.count:
-            held = Held(*held.read(batch(self.training.seed, -1, 0, -1, held.count, count)))
+        values, samples = {name: x.new_empty(len(x)) for name in self._metrics}, self.test
+        if count < samples.count:
+            samples = Held(*samples.read(batch(self.training.seed, -1, 0, -1, samples.count, count)))
 
         def evaluate_row(i: int) -> None:
             module, parameters = self.model.copy(test=True), self.model.views(x[i])
             with torch.no_grad():
                 if self.model.normalised:
                     self.model.calibrate(module, parameters, self._calibration([i]))
-                pieces = range(0, held.count, max(self.chunk, 256))
-                parts = [held.read(slice(a, a + pieces.step))[0] for a in pieces]
-                outputs = [self.model.forward(module, parameters, part) for part in parts]
+                size, outputs, targets = max(self.chunk, 256), [], []
+                for a in range(0, samples.count, size):
+                    inputs, answers = samples.read(slice(a, a + size))
+                    outputs.append(self.model.forward(module, parameters, inputs))
+                    targets.append(answers)
                 whole = over(joined(outputs), self.model.whole_precision)
                 for name, metric in self._metrics.items():
-                    values[name][i] = metric(whole, held.targets)
+                    values[name][i] = metric(whole, joined(targets))
 
         run_in_threads(evaluate_row, range(len(x)))
         return values
