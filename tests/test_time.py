@@ -292,5 +292,6 @@ def test_a_fleet_takes_as_long_as_predicted():
         timeout=900,
         check=False,
     )
-    deviation = float(re.search(r"largest deviation: ([\d.]+|inf)%", done.stdout)[1])
-    assert deviation < 15, done.stdout
+    found = re.search(r"largest deviation: ([\d.]+|inf)%", done.stdout)
+    assert found is not None, done.stderr
+    assert float(found[1]) < 15, done.stdout

@@ -106,7 +106,7 @@ def _summary(standings: "Standings", suite: "Suite", out: Path) -> None:
     table = winners(standings, of=subject_of(standings)).drop(columns=["second", "reached", "n"])
     table["effort"] = table["effort"].str.replace(r" \(.*\)| communications", "", regex=True)
     seeds = f"median of n = {len(suite.seeds)} seeds, intervals in {out / 'tables'}"
-    _print(table, f"fewest communications to the goal (least seconds where it says s), {seeds}")
+    _print(table, f"fewest communications, or seconds (s), to the goal, {seeds}")
     _print(profiles(standings), "share of instances (cells x seeds) solved within multiples of the best")
     show.path("page", out / "arena.html")
     show.path("tables", out / "tables")

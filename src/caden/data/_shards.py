@@ -101,7 +101,7 @@ class OnDemand(NamedTuple):
 class Reader:
     """Training samples by index, converted to a dtype and a device as they are read."""
 
-    def __init__(self, data: Any, dtype: torch.dtype, device: str, label: str = "label"):
+    def __init__(self, data: Any, dtype: torch.dtype, device: str, label: str = "label", name: str = "train"):
         self._arrays = isinstance(data, tuple | list)
         data = (data[0], np.asanyarray(data[1])) if self._arrays else data
         self._data, self._dtype, self._device, self._label = data, dtype, device, label
@@ -115,10 +115,10 @@ class Reader:
         if not self._arrays and not hasattr(data, "__len__"):
             raise CadenError(f"The data set {type(data).__name__} has no length: give it a `__len__`.")
         if isinstance(data, Mapping):
-            raise CadenError(f"`train` is a dictionary of data sets: choose one of {', '.join(map(repr, data))}.")
+            raise CadenError(f"`{name}` is a dictionary of data sets: choose one of {', '.join(map(repr, data))}.")
         self.count = len(leaves(data[0])[0]) if self._arrays else len(data)
         if self._arrays and any(len(part) != self.count for part in leaves(data)):
-            raise CadenError(f"`train` has {self.count} inputs but {len(data[1])} targets.")
+            raise CadenError(f"`{name}` has {self.count} inputs but {len(data[1])} targets.")
 
     def read(self, indices: np.ndarray) -> tuple[Any, Any]:
         """Return inputs and targets of these samples."""

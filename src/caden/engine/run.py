@@ -37,8 +37,12 @@ class _Tally:
         self.by_agent: np.ndarray | None = None  # (k,) if a clock wants it
 
 
-def _listed(parts: Sequence[Any]) -> str:
-    return ", ".join(str(tuple(part) if isinstance(part, torch.Size) else part) for part in parts)
+def _require(what: str, got: object, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return what a problem computed, if it is of the right kind: compiled loops would read beyond its end."""
+    if not isinstance(got, Tensor) or got.shape != shape or got.dtype != dtype:
+        kind = f"{tuple(got.shape)} of {got.dtype}" if isinstance(got, Tensor) else repr(got)
+        raise CadenError(f"`value_and_grad` must return {what} of shape {tuple(shape)} of {dtype}, got {kind}.")
+    return got.detach()
 
 
 class CountingProblem(Problem):
@@ -49,6 +53,7 @@ class CountingProblem(Problem):
         self.agents, self.dim, self.dtype, self.device = problem.agents, problem.dim, problem.dtype, problem.device
         self.hessian, self.execution, self.shapes = problem.hessian, problem.execution, problem.shapes
         self.stochastic = self._now.stochastic
+        self.assumed: Tensor | None = None  # (k,) curvature, while a run is restored: nothing is measured then
 
     @property
     def gradients(self) -> int:
@@ -102,16 +107,7 @@ class CountingProblem(Problem):
         began = time.perf_counter()
         value, gradient = self._now.value_and_grad(x, rows)
         self._count(x.shape[0], 1, rows, time.perf_counter() - began)
-        wanted, got = (
-            (x.shape[:1], x.shape, x.dtype, x.dtype),
-            (value.shape, gradient.shape, value.dtype, gradient.dtype),
-        )
-        if got != wanted:
-            raise CadenError(
-                f"`value_and_grad` must return values and gradients of shapes and types {_listed(wanted)}, got "
-                f"{_listed(got)}."
-            )
-        return value.detach(), gradient.detach()
+        return _require("values", value, x.shape[:1], x.dtype), _require("gradients", gradient, x.shape, x.dtype)
 
     def descend(self, x: Tensor, step: float, correction: Tensor, work: Tensor) -> Tensor | None:
         began = time.perf_counter()
@@ -137,7 +133,7 @@ class CountingProblem(Problem):
             tally.seconds += seconds
 
     def known_curvature(self, x: Tensor) -> Tensor | None:
-        return self.whole.known_curvature(x)
+        return self.whole.known_curvature(x) if self.assumed is None else self.assumed
 
 
 class Run:
@@ -279,10 +275,10 @@ class Run:
         Returns the part of this process.
         """
         layout, transport = self.network.layout, self.network.transport
-        # With some curvature, `begin` need not measure any; the values are restored below.
-        self.curvature = torch.ones(layout.agents, dtype=self.problem.dtype, device=self.problem.device)
+        # The values are restored below.
+        self.problem.assumed = torch.ones(layout.agents, dtype=self.problem.dtype, device=self.problem.device)
         self.begin(start)
-        self.curvature = None
+        self.problem.assumed = None
         part = parts[0]
         if len(parts) > 1 or part.facts.get("hosted", layout.hosted.tolist()) != layout.hosted.tolist():
             part = redeal(parts, flatten(self.state, "state"), layout, transport.rank == 0)

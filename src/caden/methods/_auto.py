@@ -41,13 +41,22 @@ def curvature_of_steps(ratio: Tensor) -> Tensor:
 def curvature_of_trial(local: LocalSolver, x: Tensor, round: Round) -> Tensor:
     """Return (k,) what to take for the curvature under mini-batches: local steps on f_i alone are tried, and forgotten.
 
-    Differences of gradients would show the noise of mini-batches, and say nothing of how far an optimizer moves.
+    Differences of gradients would show the noise of mini-batches, and say nothing of how far an optimizer moves. It is
+    0 for agents that do not move.
     """
     problem, zero = round.problem, torch.zeros_like(x)
+    known = problem.known_curvature(x)
+    if known is not None:
+        return known
     tried = torch.full((len(x),), TRIAL, dtype=torch.int64, device=x.device)
     way = local.solve(Objective(problem, zero, zero[:, :1]), x, tried, local.init(problem, x, None)).x - x
     gradients = [problem.redraw(step).value_and_grad(x + step / TRIAL * way)[1] for step in range(TRIAL)]
     return curvature_of_steps((row_norms(torch.stack(gradients).mean(0)) / row_norms(way)).nan_to_num(0, 0))
+
+
+def smallest(values: Tensor, round: Round) -> Tensor:
+    """Return the smallest positive number () of all agents; 0 if there is none."""
+    return (-round.maximum(torch.where(values > 0, -values, -torch.inf))).nan_to_num(posinf=0)
 
 
 def first_penalty(curvature: Tensor, graph: Graph) -> Tensor:

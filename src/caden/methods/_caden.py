@@ -53,7 +53,16 @@ from caden import solvers
 from caden.core import Heard, Info, LocalSolver, Method, Round, Verdict
 from caden.curvature import smoothness
 from caden.errors import CadenError, require_choice, require_number, require_positive
-from caden.methods._auto import CHECKS, adopt, balance, balance_in_arcs, curvature_of_trial, first_news, first_penalty
+from caden.methods._auto import (
+    CHECKS,
+    adopt,
+    balance,
+    balance_in_arcs,
+    curvature_of_trial,
+    first_news,
+    first_penalty,
+    smallest,
+)
 from caden.methods._registry import EVERYTHING, PENALTY, RELAX, register
 from caden.theory import examine
 
@@ -236,15 +245,13 @@ def _first_mu(
     """Return mu_z at the start, one per agent if it will be agreed on by gossip, and the curvature if it is known."""
     if not isinstance(mu_z, str):
         return torch.as_tensor(mu_z, dtype=x.dtype, device=x.device), round.curvature
-    tries = local.fresh and round.problem.stochastic and local.name != "own_loop"  # whose steps are the user's
-    if tries:
-        curvature = curvature_of_trial(local, x, round)
-    else:
-        curvature = smoothness(round.problem, x) if round.curvature is None else round.curvature
+    curvature, tries = round.curvature, local.fresh and round.problem.stochastic
+    if tries or curvature is None:
+        curvature = curvature_of_trial(local, x, round) if tries else smoothness(round.problem, x)
     if gossip:
         return first_penalty(curvature.unsqueeze(1).to(x.dtype), round.graph), curvature
     # Agents with few samples have large gradients, whatever the curvature: they do not count in a trial.
-    common = -round.maximum(-curvature) if tries else round.maximum(curvature)
+    common = smallest(curvature, round) if tries else round.maximum(curvature)
     return first_penalty(common.to(x.dtype), round.graph), curvature
 
 

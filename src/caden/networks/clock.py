@@ -146,8 +146,7 @@ class Values:
         sound = (self._rows <= _LARGEST).all() or (spec is None and low > 0)  # without a bandwidth there is no limit
         if len(self._rows) and not (sound and (self._rows >= low).all()):
             raise CadenError(
-                f"`clock.{name}` must be {'at least 0' if low == 0 else 'positive'} and finite, at most {_LARGEST:g}, "
-                f"got {spec!r}."
+                f"`clock.{name}` must be {'at least 0' if low == 0 else 'positive'} and at most 1e15, got {spec!r}."
             )
 
     def _check(self, unit: str) -> None:
@@ -156,7 +155,7 @@ class Values:
             require_choice("key", f"clock.{self._name}.{key}", [f"clock.{self._name}.{k}" for k in known])
         require_choice(f"distribution of `clock.{self._name}`", self._table.get("name"), _SHAPES)
         if require_positive(f"clock.{self._name}.mean", self._table.get("mean")) > _LARGEST:
-            raise CadenError(f"`clock.{self._name}.mean` must be at most {_LARGEST:g}, got {self._table['mean']}.")
+            raise CadenError(f"`clock.{self._name}.mean` must be at most 1e15, got {self._table['mean']}.")
         require_choice(f"clock.{self._name}.per", self._table.get("per", "round"), ("round", unit))
         if self._table["name"] == "exponential" and "spread" in self._table:
             raise CadenError(f"`clock.{self._name}`: an exponential distribution has no `spread`; remove it.")
@@ -174,9 +173,8 @@ class Values:
 
 
 def _numbers(name: str, spec: Any, count: int, unit: str) -> np.ndarray:
-    values = (
-        [*np.ravel(spec)] if isinstance(spec, np.ndarray) else [*spec] if isinstance(spec, list | tuple) else [spec]
-    )
+    several = (isinstance(spec, np.ndarray) and spec.ndim == 1) or isinstance(spec, list | tuple | range)
+    values = list(spec) if several else [spec.item() if isinstance(spec, np.ndarray) and spec.ndim == 0 else spec]
     for value in values:
         require_number(f"clock.{name}", value)
     if len(values) not in (1, count):

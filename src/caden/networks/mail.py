@@ -188,7 +188,9 @@ class FreeTimer(Timer):
             return
         coming = []
         for batch, letters in enumerate(self._letters):
-            here = (letters.sizes > 0) & active[self.peer[letters.arcs]] & (letters.arrivals <= moment)
+            here = (
+                (letters.sizes > 0) & active[self.peer[letters.arcs]] & (letters.arrivals <= moment * (1 + _TOGETHER))
+            )
             coming += [(letters.arrivals[n], batch, n) for n in np.flatnonzero(here)]
         for arrival, batch, n in sorted(coming):
             letters = self._letters[batch]

@@ -42,9 +42,9 @@ def _require_finite(inputs: Any, targets: Tensor, parts: Sequence[np.ndarray], k
         if bool(broken.any()):
             sample = int(broken.nonzero()[0])
             agent = next((i for i, part in enumerate(parts) if sample in part), None)
-            owner = "" if agent is None else f", which belongs to agent {agent}"
+            owner = "" if agent is None else f", which belongs to agent {agent},"
             raise CadenError(
-                f"The {name} of {kind} sample {sample}{owner}, are not finite ({int(broken.sum())} in all)."
+                f"The {name} of {kind} sample {sample}{owner} are not finite ({int(broken.sum())} in all)."
             )
 
 
@@ -149,7 +149,7 @@ def classification(
     (4, 6, [3, 2, 2, 2])
     """
     require_integer("agents", agents, least=1), require_integer("seed", seed, least=0)
-    require_flag("compile", compile), require_flag("loss_is_mean", loss_is_mean or False)
+    require_flag("compile", compile), require_flag("loss_is_mean", False if loss_is_mean is None else loss_is_mean)
     require_choice("weight", weight, ("agents", "samples"))
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
         raise CadenError("`model` must be an nn.Module with parameters to train.")
@@ -198,7 +198,7 @@ def classification(
 def _test_set(test: Any, dtype: torch.dtype, device: str, label: str, seed: int) -> Shard | None:
     if test is None or not is_lazy(test):
         return None if test is None else held(test, "test", dtype, device)
-    source = Reader(test, dtype, device, label)
+    source = Reader(test, dtype, device, label, "test")
     everything = np.arange(source.count)
     if isinstance(test, tuple | list) or not source.count:  # on disk
         return OnDemand(source, everything)

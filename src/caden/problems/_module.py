@@ -401,12 +401,12 @@ class Module(Problem):
                     self.model.calibrate(module, parameters, self._calibration([i]))
                 size, outputs, targets = max(self.chunk, 256), [], []
                 for a in range(0, samples.count, size):
-                    inputs, answers = samples.read(slice(a, a + size))
+                    inputs, some = samples.read(slice(a, a + size))
                     outputs.append(self.model.forward(module, parameters, inputs))
-                    targets.append(answers)
-                whole = over(joined(outputs), self.model.whole_precision)
+                    targets.append(some)
+                whole, answers = over(joined(outputs), self.model.whole_precision), joined(targets)
                 for name, metric in self._metrics.items():
-                    values[name][i] = metric(whole, joined(targets))
+                    values[name][i] = metric(whole, answers)
 
         run_in_threads(evaluate_row, range(len(x)))
         return values
