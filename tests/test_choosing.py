@@ -49,6 +49,8 @@ def test_there_is_advice_and_every_cell_of_the_slice_was_run():
 def test_the_counts_of_first_and_second_places_are_those_of_the_results(effort):
     places = pd.read_csv(ROOT / "docs" / "arena" / f"winners{effort}.csv")["place of caden"].astype(str).tolist()
     words = {"": "By what counts in the cell", "_bytes": "By bytes", "_gradients": "By gradients", "_time": "By time"}
-    stated = re.search(words[effort] + r"[^.]*?first in (\d+) and second in (\d+) of (\d+) cells", " ".join(PAGE.split()))
+    stated = re.search(
+        words[effort] + r"[^.]*?first in (\d+) and second in (\d+) of (\d+) cells", " ".join(PAGE.split())
+    )
     assert stated is not None
     assert [int(n) for n in stated.groups()] == [places.count("1"), places.count("2"), len(places) - places.count("-")]
