@@ -70,8 +70,8 @@ def arena(
     entrants = [require_choice("method", name, METHODS) for name in _names("--only", only)] or list(METHODS)
     with outside_code(no_code), redirect_stdout(sys.stderr):  # what methods print is not a result
         for name in method or []:
-            place, _, own = name.rpartition(":")
-            if not place or not own:
+            source, _, own = name.rpartition(":")
+            if not source or not own:
                 raise CadenError(f"`--method` takes FILE.py:FUNCTION, got {name!r}.")
             if own in METHODS or [n.rpartition(":")[2] for n in method or []].count(own) > 1:
                 raise CadenError(f"There is another method called {own}: rename the function in {name!r}.")
