@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import random
 import re
 import socket
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,15 +106,15 @@ class Fleet(BaseModel):
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine that are currently unused."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Return ports of this machine that are currently unused, below those that outgoing connections take."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 2000 + count):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise CadenError("This machine has no unused ports between 10000 and 32000.")
 
 
 def certify(folder: Path, hosts: list[str], days: int = 365) -> None:
