@@ -508,7 +508,7 @@ def test_free_running_is_exact_and_faster_than_waiting(setting):
     clock = {"compute": [0.1] * 5 + [0.2], "mode": "free"}
     for messages in (None, {"bits": 4}, {"top": 0.4, "bits": 8}):
         auto = caden.simulate(
-            caden.methods.caden(), problem, graph, 150, clock=clock, record_every=150, messages=messages
+            caden.methods.caden(), problem, graph, 300, clock=clock, record_every=300, messages=messages
         )
         assert float((auto.x - problem.solution).abs().max()) < 1e-6
 
