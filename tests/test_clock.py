@@ -406,7 +406,10 @@ def test_free_agents_receive_in_the_order_of_arrival_over_connections_of_their_o
     result = caden.simulate(method, problem, graph, steps, local_steps=1, clock=clock)
     begin = result.rows[0]["time"] / 1.07
     of_edge = {tuple(edge): float(seconds) for edge, seconds in zip(graph.edges.tolist(), latency)}
-    between = lambda i, j: of_edge[min(i, j), max(i, j)]  # noqa: E731
+
+    def between(i, j):
+        return of_edge[min(i, j), max(i, j)]
+
     x, made = textbook_free(problem, graph, 0.5, 0.7, compute, between, steps, begin, receive=receive)
     assert result.agents["steps"].tolist() == made
     np.testing.assert_allclose(result.x.numpy(), x, atol=1e-12)
