@@ -38,7 +38,9 @@ class Setting(NamedTuple):
     steps: int
     validation: int = 0  # held-out samples of a trial; 0: not tuned
     metric: str = "accuracy"
-    penalties: float = 1.0  # factor of the ranges of mu_z, eta and rho
+    penalties: float = 1.0  # factor of the ranges of mu_z, 1/eta and rho
+    rates: float = 1.0  # factor of those of learning rates
+    relax: tuple[float, ...] = (0.5, 0.9)
     optimizers: tuple[str, ...] = ("Muon", "Adam", "SGD")
 
 
@@ -51,13 +53,13 @@ def fashion(samples: int, agents: int = 10, alpha: float | None = 0.1, **options
 SOTU = {"data": "sotu", "agents": 20, "batch_size": 16, "test_samples": 300}
 SETTINGS = {
     "small": Setting(fashion(3000), "ring", 0.5, 60, 5, 1000),
-    "skewed": Setting(fashion(55_000), "ring", 0.5, 100, 10, 2000),
-    "skewed, half": Setting(fashion(55_000), "ring", 0.5, 50, 10, 2000),
+    "skewed": Setting(fashion(55_000), "ring", 0.5, 100, 10, 2000, optimizers=("Muon",)),
+    "skewed, half": Setting(fashion(55_000), "ring", 0.5, 50, 10, 2000, optimizers=("Muon",)),
     "awake": Setting(fashion(6000, test_samples=2000), "ring", 1.0, 40, 10),
     "iid": Setting(fashion(6000, alpha=None, test_samples=2000), "ring", 1.0, 40, 10),
     "random graph": Setting(fashion(6000, agents=20, test_samples=2000), "erdos_renyi", 0.5, 60, 5),
     "batch norm": Setting(fashion(3000, norm="batch", dropout=0.2, test_samples=2000), "ring", 0.5, 60, 5),
-    "transformer": Setting(SOTU, "erdos_renyi", 0.5, 60, 5, 300, "validation_loss", 0.05, ("Muon",)),
+    "transformer": Setting(SOTU, "erdos_renyi", 0.5, 20, 5, 300, "validation_loss", 0.004, 2.5, (0.9,), ("Muon",)),
 }
 # The number of the trial that won "small"; of local training only that it was one with Muon was kept.
 BEST = {"CADEN": 0, "CADEN, SGD": 3, "ADAPD": 8, "DiNNO": 8, "D-PSGD": 8, "LED": 2, "K-GT": 6, "GT": 3, "local": 8}
@@ -68,24 +70,34 @@ def between(u: float, low: float, high: float) -> float:
     return float(f"{low * (high / low) ** u:.3g}")
 
 
-def optimizer(u: float, v: float, names: tuple[str, ...]) -> dict[str, Any]:
+def penalty(u: float, low: float, high: float, setting: Setting) -> float:
+    return between(u, low * setting.penalties, high * setting.penalties)
+
+
+def one_of(values: tuple[Any, ...], u: float) -> Any:
+    return values[int(len(values) * u)]
+
+
+def optimizer(u: float, v: float, names: tuple[str, ...], factor: float) -> dict[str, Any]:
     """Return one of the optimizers, and a learning rate from its own range; it falls to 0 over the run."""
-    name = names[int(u * len(names))]
-    table = {"name": "torch_optim", "optimizer": name, "lr": between(v, *RATES[name]), "schedule": "cosine"}
+    name = one_of(names, u)
+    low, high = RATES[name]
+    rate = between(v, low * factor, high * factor)
+    table = {"name": "torch_optim", "optimizer": name, "lr": rate, "schedule": "cosine"}
     return table | ({"momentum": 0.9} if name == "SGD" else {})
 
 
 # What a method's name means: the method, communications per directed edge and round, whether it has a local solver, and
-# its other parameters from four numbers in [0, 1) and the factor of penalties.
+# its other parameters from four numbers in [0, 1) and the setting.
 METHODS: dict[str, tuple[str, int, bool, Any]] = {
-    "CADEN": ("caden", 1, True, lambda u, f: {"mu_z": between(u[2], 0.02 * f, f), "relax": [0.5, 0.9][int(2 * u[3])]}),
-    "ADAPD": ("adapd", 1, True, lambda u, f: {"eta": between(u[2], 0.3 * f, 30 * f)}),
-    "DiNNO": ("dinno", 1, True, lambda u, f: {"rho": between(u[2], 0.01 * f, 0.5 * f)}),
-    "D-PSGD": ("dpsgd", 1, True, lambda u, f: {}),
-    "LED": ("led", 1, False, lambda u, f: {"beta": [0.05, 0.1, 0.2, 0.5][int(4 * u[3])]}),
-    "K-GT": ("kgt", 2, False, lambda u, f: {"gamma": [0.5, 0.75, 1.0][int(3 * u[3])]}),
-    "GT": ("gt", 2, False, lambda u, f: {"form": ["atc", "semi_b"][int(2 * u[3])]}),
-    "local": ("local", 1, True, lambda u, f: {}),
+    "CADEN": ("caden", 1, True, lambda u, s: {"mu_z": penalty(u[2], 0.02, 1, s), "relax": one_of(s.relax, u[3])}),
+    "ADAPD": ("adapd", 1, True, lambda u, s: {"eta": between(u[2], 0.3 / s.penalties, 30 / s.penalties)}),
+    "DiNNO": ("dinno", 1, True, lambda u, s: {"rho": penalty(u[2], 0.01, 0.5, s)}),
+    "D-PSGD": ("dpsgd", 1, True, lambda u, s: {}),
+    "LED": ("led", 1, False, lambda u, s: {"beta": one_of((0.05, 0.1, 0.2, 0.5), u[3])}),
+    "K-GT": ("kgt", 2, False, lambda u, s: {"gamma": one_of((0.5, 0.75, 1.0), u[3])}),
+    "GT": ("gt", 2, False, lambda u, s: {"form": one_of(("atc", "semi_b"), u[3])}),
+    "local": ("local", 1, True, lambda u, s: {}),
 }
 METHODS["CADEN, SGD"] = METHODS["CADEN"]
 
@@ -94,8 +106,9 @@ def trial(name: str, u: Any, setting: Setting) -> dict[str, Any]:
     """Return the parameters of a method at a point of its space."""
     _, _, solves, others = METHODS[name]
     names = ("SGD",) if name.endswith("SGD") and name != "D-PSGD" else setting.optimizers
-    step = {"solver": optimizer(u[0], u[1], names)} if solves else {"alpha": between(u[1], 0.01, 0.5)}
-    return step | others(u, setting.penalties)
+    low, high = 0.01 * setting.rates, 0.5 * setting.rates
+    step = {"solver": optimizer(u[0], u[1], names, setting.rates)} if solves else {"alpha": between(u[1], low, high)}
+    return step | others(u, setting)
 
 
 def run(

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import math
 import random
 import subprocess
 import sys
@@ -1181,12 +1182,9 @@ def test_a_compiled_model_gives_the_same_gradients():
         torch.testing.assert_close(got, expected)
 
 
-def test_auto_mu_on_mini_batches_is_mean_gradient_over_way():
-    """The smallest over the agents of |mean gradient| / |way of five steps|, over ten times the degree."""
-    problem, rate = make(dtype=torch.float64), 0.05
-    method = methods.caden(solver=solvers.torch_optim("SGD", lr=rate))
-    result = caden.simulate(method, problem, graphs.ring(3), 1, local_steps=2)
-    ratios = []
+def trial_by_hand(problem, rate):
+    """Each agent's five gradients at the start, and the way of five plain steps, in a loop of its own."""
+    gradients, ways = [], []
     for agent, shard in enumerate(problem.shards):
 
         def gradient(row, step, agent=agent, shard=shard):
@@ -1198,10 +1196,58 @@ def test_auto_mu_on_mini_batches_is_mean_gradient_over_way():
         row = problem.start.clone()
         for step in range(5):
             row = row - rate * gradient(row, step)
-        way = row - problem.start
-        mean = sum(gradient(problem.start + step / 5 * way, step) for step in range(5)) / 5
-        ratios.append(float(mean.norm() / way.norm()))
-    assert result.summary()["mu_z"] == pytest.approx(min(ratios) / 20, rel=1e-9)
+        ways.append(float((row - problem.start).norm()))
+        gradients.append(torch.stack([gradient(problem.start, step) for step in range(5)]))
+    return torch.stack(gradients), ways
+
+
+def test_auto_mu_on_mini_batches_is_disagreement_of_gradients_over_way():
+    """The largest disagreement without noise, over the longest way of five steps, over twenty times the degree."""
+    problem, rate = make(dtype=torch.float64), 0.05
+    method = methods.caden(solver=solvers.torch_optim("SGD", lr=rate))
+    result = caden.simulate(method, problem, graphs.path(3), 1, local_steps=2)
+    gradients, ways = trial_by_hand(problem, rate)
+    sizes = []
+    for agent, neighbours in enumerate([[1], [0, 2], [1]]):
+        mean, noise = gradients[agent].mean(0), gradients[agent].var(0).sum() / 5
+        squares = [(mean - gradients[j].mean(0)).square().sum() / 2 for j in neighbours]
+        apart = float(sum(squares) / len(neighbours) - noise)
+        sizes.append(max(math.sqrt(max(apart, 0)), float(mean.norm()) / 100))
+    assert result.summary()["mu_z"] == pytest.approx(max(sizes) / max(ways) / (20 * 4 / 3), rel=1e-9)
+
+
+def test_auto_mu_where_messages_are_compressed_is_mean_gradient_over_way():
+    problem, rate = make(dtype=torch.float64), 0.05
+    method = methods.caden(solver=solvers.torch_optim("SGD", lr=rate))
+    result = caden.simulate(method, problem, graphs.ring(3), 1, local_steps=2, messages={"bits": 8})
+    gradients, ways = trial_by_hand(problem, rate)
+    ratios = [float(mean.norm()) / way for mean, way in zip(gradients.mean(1), ways)]
+    assert result.summary()["mu_z"] == pytest.approx(min(ratios) / 40, rel=1e-9)
+
+
+def test_a_run_with_auto_mu_is_the_run_with_that_number():
+    def run(mu_z):
+        method = methods.caden(mu_z, solver=solvers.torch_optim("SGD", lr=0.05))
+        return caden.simulate(method, make(dtype=torch.float64), graphs.ring(3), 9, participation=0.5, local_steps=2)
+
+    auto = run("auto")
+    assert torch.equal(auto.x, run(auto.summary()["mu_z"]).x)
+
+
+def test_auto_mu_is_small_where_agents_hold_the_same_data():
+    """Ten times smaller, at least, than where each class is with one agent."""
+    torch.manual_seed(0)
+    y = torch.arange(300) % 3
+    x = torch.randn(300, 5) + 2 * nn.functional.one_hot(y, 5)
+    x, y, model = x.repeat(3, 1), y.repeat(3), nn.Linear(5, 3)
+    alike = np.split(np.arange(900), 3)
+    apart = [np.flatnonzero(y.numpy() == label) for label in range(3)]
+    values = []
+    for shards in (alike, apart):
+        problem = problems.classification(model, (x, y), (x, y), 3, shards, batch_size=64)
+        method = methods.caden(solver=solvers.torch_optim("SGD", lr=0.05))
+        values.append(caden.simulate(method, problem, graphs.ring(3), 1).summary()["mu_z"])
+    assert 10 * values[0] < values[1]
 
 
 def test_the_time_spent_on_reading_goes_on_after_a_resume(tmp_path):

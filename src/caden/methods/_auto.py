@@ -30,28 +30,36 @@ TRIAL = 5  # local steps, to see how far an optimizer moves
 
 
 def curvature_of_steps(ratio: Tensor) -> Tensor:
-    """Return what to take for the curvature if all that is known is |mean gradient| / |way| of some local steps.
+    """Return what to take for the curvature if all that is known is |g| / |way| of some local steps.
 
-    With the mu_z that follows, duals that move by such a way in each round are as large as the gradient after
-    ROUNDS_TO_ADAPT rounds.
+    With the mu_z that follows, duals that move by such a way in each round are as large as g after ROUNDS_TO_ADAPT
+    rounds.
     """
     return ratio / (ROUNDS_TO_ADAPT * START)
 
 
-def curvature_of_trial(local: LocalSolver, x: Tensor, round: Round) -> Tensor:
+def curvature_of_trial(local: LocalSolver, x: Tensor, round: Round, alone: bool) -> Tensor:
     """Return (k,) what to take for the curvature under mini-batches: local steps on f_i alone are tried, and forgotten.
 
-    Differences of gradients would show the noise of mini-batches, and say nothing of how far an optimizer moves. It is
-    0 for agents that do not move.
+    The duals end as minus the gradients, and their sum is zero: they have to become as large as the gradients disagree.
+    So g is the disagreement of the mean gradients at x, without the noise of the batches, and at least a hundredth of
+    the gradients. Agents that are `alone`, without a reliable first exchange of vectors, take the mean gradient itself.
     """
     problem, zero = round.problem, torch.zeros_like(x)
     known = problem.known_curvature(x)
     if known is not None:
         return known
     tried = torch.full((len(x),), TRIAL, dtype=torch.int64, device=x.device)
-    way = local.solve(Objective(problem, zero, zero[:, :1]), x, tried, local.init(problem, x, None)).x - x
-    gradients = [problem.redraw(step).value_and_grad(x + step / TRIAL * way)[1] for step in range(TRIAL)]
-    return curvature_of_steps((row_norms(torch.stack(gradients).mean(0)) / row_norms(way)).nan_to_num(0, 0))
+    way = row_norms(local.solve(Objective(problem, zero, zero[:, :1]), x, tried, local.init(problem, x, None)).x - x)
+    gradients = [problem.redraw(step).value_and_grad(x)[1] for step in range(TRIAL)]
+    mean = torch.stack(gradients).mean(0)
+    size = row_norms(mean)
+    if alone:
+        return curvature_of_steps((size / way).nan_to_num(0, 0))
+    noise = torch.stack([row_norms(gradient - mean) ** 2 for gradient in gradients]).sum(0) / (TRIAL * (TRIAL - 1))
+    apart = round.broadcast(mean).disagreement() / (2 * round.degree.squeeze(1).clamp(min=1)) - noise
+    size = torch.maximum(apart.clamp(min=0).sqrt(), size / 100)
+    return curvature_of_steps(round.maximum(size) / round.maximum(way)).nan_to_num(0, 0).expand(len(x))
 
 
 def smallest(values: Tensor, round: Round) -> Tensor:

@@ -128,9 +128,10 @@ def caden(
     def init(x: Tensor, round: Round) -> State:
         if dual == "exact" and _in_arcs(round):
             _require_arc_form(mu_z, mu_y, growth, start)
+        heard = round.broadcast(x)  # the first exchange, as in every round; the trial of `_first_mu` is the second
         mu, curvature = _first_mu(mu_z, local, x, round, gossip=dual == "exact" and round.lossy)
         tally = x.new_zeros(len(x), 3) if isinstance(mu_z, str) else None
-        heard, memory = round.broadcast(x), local.init(round.problem, x, curvature)
+        memory = local.init(round.problem, x, curvature)
         state = State(x, torch.zeros_like(x), heard.laplacian() / 2, memory, mu, tally=tally)
         return state if dual == "paper" else _in_form(state, heard, round)
 
@@ -247,7 +248,8 @@ def _first_mu(
         return torch.as_tensor(mu_z, dtype=x.dtype, device=x.device), round.curvature
     curvature, tries = round.curvature, local.fresh and round.problem.stochastic
     if tries or curvature is None:
-        curvature = curvature_of_trial(local, x, round) if tries else smoothness(round.problem, x)
+        alone = _in_arcs(round)
+        curvature = curvature_of_trial(local, x, round, alone) if tries else smoothness(round.problem, x)
     if gossip:
         return first_penalty(curvature.unsqueeze(1).to(x.dtype), round.graph), curvature
     # Agents with few samples have large gradients, whatever the curvature: they do not count in a trial.
