@@ -88,12 +88,12 @@ def named_problems(transport=None):
 
 
 def network(transport=None):
-    """A CNN with dropout and batch normalisation on mini-batches, trained by AdamW."""
+    """A CNN with dropout and batch normalisation on mini-batches, with AdamW; mu_z = "auto" compares gradients."""
     settings = {"model": "cnn", "norm": "batch", "dropout": 0.2, "hidden": 8, "batch_size": 8, "samples": 200}
     problem = caden.problems.PROBLEMS["classification"](agents=6, test_samples=50, **settings)
     solver = {"name": "torch_optim", "optimizer": "AdamW", "lr": 0.01, "schedule": "cosine", "clip": 1.0}
     options = {"participation": 0.5, "deterministic": True, "local_steps": 2, "transport": transport}
-    result = caden.simulate(caden.methods.caden(0.1, solver=solver), problem, caden.graphs.ring(6), 6, **options)
+    result = caden.simulate(caden.methods.caden(solver=solver), problem, caden.graphs.ring(6), 6, **options)
     said = [result.rows[-1]["accuracy"], result.rows[-1]["batch_loss"], result.rows[-1]["gradients"]]
     return {"network": [hashlib.sha1(result.x.numpy().tobytes()).hexdigest(), *map(repr, said)]}
 

@@ -85,7 +85,7 @@ def test_lockstep_peers_end_in_the_bits_of_the_simulator(tmp_path, method, parti
 
 NETWORK = {"name": "classification", "data": "digits", "samples": 200, "test_samples": 50, "agents": 6, "model": "cnn"}
 NETWORK |= {"hidden": 8, "dropout": 0.2, "norm": "batch", "batch_size": 8}
-ADAM = {"name": "caden", "mu_z": 0.1, "solver": {"name": "torch_optim", "optimizer": "AdamW", "lr": 0.01}}
+ADAM = {"name": "caden", "solver": {"name": "torch_optim", "optimizer": "AdamW", "lr": 0.01}}
 
 
 def test_peers_train_a_network_on_the_draws_of_the_simulator(tmp_path):

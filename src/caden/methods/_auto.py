@@ -59,7 +59,7 @@ def curvature_of_trial(local: LocalSolver, x: Tensor, round: Round, alone: bool)
     noise = torch.stack([row_norms(gradient - mean) ** 2 for gradient in gradients]).sum(0) / (TRIAL * (TRIAL - 1))
     apart = round.broadcast(mean).disagreement() / (2 * round.degree.squeeze(1).clamp(min=1)) - noise
     size = torch.maximum(apart.clamp(min=0).sqrt(), size / 100)
-    return curvature_of_steps(round.maximum(size) / round.maximum(way)).nan_to_num(0, 0).expand(len(x))
+    return curvature_of_steps(round.maximum(size) / round.maximum(way)).nan_to_num(0, 0).repeat(len(x))
 
 
 def smallest(values: Tensor, round: Round) -> Tensor:
