@@ -82,7 +82,7 @@ BEST = {
         "GT": 3,
         "local": 8,
     },
-    "transformer": {},
+    "transformer": {"CADEN": 2, "DiNNO": 1, "D-PSGD": 2},
 }
 RATES = {"Muon": (0.003, 0.03), "Adam": (0.0005, 0.01), "SGD": (0.01, 0.3)}
 
