@@ -1260,6 +1260,18 @@ def test_the_time_spent_on_reading_goes_on_after_a_resume(tmp_path):
     assert run(5, True).is_monotonic_increasing
 
 
+def test_a_run_that_goes_on_with_another_optimizer_says_so(tmp_path):
+    def run(optimizer, rounds, resume):
+        method = methods.dpsgd(solver=solvers.torch_optim(optimizer, lr=0.01))
+        options = {"directory": tmp_path / "run", "resume": resume, "checkpoint_every": 1}
+        return caden.simulate(method, make(), graphs.ring(3), rounds, **options)
+
+    run("Adam", 2, False)
+    run("Adam", 3, True)  # without a warning, which would be an error
+    with pytest.warns(UserWarning, match=r"begun with dpsgd\(.*Adam, lr=0.01.* goes on with .*AdamW, lr=0.01"):
+        run("AdamW", 4, True)
+
+
 def test_agents_that_do_not_move_do_not_count_in_a_trial():
     together = SimpleNamespace(maximum=torch.max)
     assert float(_auto.smallest(torch.tensor([0.0, 3.0, 2.0]), together)) == 2.0

@@ -1,5 +1,6 @@
 """Recording a run: rows of its history, and a directory with metrics, checkpoints and the final model."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,9 @@ class Recorder:
             self.run_dir.require_unchanged(parts[0].facts)
             if parts[0].facts.get("clock") != self._clock():
                 raise CadenError(f"{self.run_dir.path} was begun with another clock, or without one.")
+            method = repr(self.run.method)
+            if (before := parts[0].facts.get("method", method)) != method:
+                warnings.warn(f"{self.run_dir.path} was begun with {before}, and goes on with {method}.", stacklevel=4)
         return parts
 
     def _clock(self) -> str | None:
@@ -108,7 +112,7 @@ class Recorder:
             return
         own = self.run.flatten()
         with explained(self.run_dir.path):
-            facts: dict[str, Any] = {"hosted": self.run.network.layout.hosted.tolist()}
+            facts: dict[str, Any] = {"hosted": self.run.network.layout.hosted.tolist(), "method": repr(self.run.method)}
             if self.run.timer is not None:
                 facts["clock"] = self._clock()
             if self._writes:

@@ -54,6 +54,10 @@ def _muon(
     return made
 
 
+def _title(optimizer: Any) -> str:
+    return optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
+
+
 def _builder(optimizer: Any, options: dict[str, Any]) -> tuple[Build, bool]:
     """Return a function from parameters to optimizers, and whether it treats every number alike."""
     if isinstance(optimizer, str):
@@ -63,7 +67,7 @@ def _builder(optimizer: Any, options: dict[str, Any]) -> tuple[Build, bool]:
             if ":" in optimizer
             else getattr(torch.optim, require_choice("optimizer", optimizer, known))
         )
-    name = getattr(optimizer, "__name__", type(optimizer).__name__)
+    name = _title(optimizer)
     if not callable(optimizer):
         kind = "an optimizer of fixed parameters" if isinstance(optimizer, Optimizer) else repr(optimizer)
         raise CadenError(f"`optimizer` must be a class of torch.optim, its name, or a function, got {kind}.")
@@ -138,7 +142,7 @@ def torch_optim(
         options: the optimizer's own, such as `lr` and `weight_decay`.
 
     >>> torch_optim(torch.optim.AdamW, lr=1e-3, weight_decay=0.01, schedule="cosine").name
-    'torch_optim'
+    'torch_optim(AdamW, lr=0.001, weight_decay=0.01, schedule=cosine)'
     """
     build, elementwise = _builder(optimizer, options)
     rate = _schedule(schedule)
@@ -146,7 +150,10 @@ def torch_optim(
     if clip is not None:
         require_positive("clip", clip)
     local = _Optimizers(build, elementwise, carry, rate, clip)
-    return LocalSolver(local.init, local.solve, "torch_optim", fresh=True)
+    shown = {**options, "carry": carry, "schedule": getattr(schedule, "__name__", schedule), "clip": clip}
+    usual = {"carry": True, "schedule": "constant", "clip": None}
+    words = [_title(optimizer), *(f"{k}={v}" for k, v in shown.items() if k not in usual or v != usual[k])]
+    return LocalSolver(local.init, local.solve, f"torch_optim({', '.join(words)})", fresh=True)
 
 
 class _Optimizers:
