@@ -58,7 +58,7 @@ WORDS: dict[str, Any] = {"penalties": 0.004, "rates": 2.5, "relax": (0.9,), "opt
 SETTINGS = {
     "small": Setting(fashion(3000), "ring", 0.5, 60, 5, 1000),
     "skewed": Setting(fashion(55_000), "ring", 0.5, 100, 10, 2000, optimizers=("Muon",)),
-    "skewed, half": Setting(fashion(55_000), "ring", 0.5, 50, 10, 2000, optimizers=("Muon",)),
+    "skewed, half": Setting(fashion(55_000), "ring", 0.5, 50, 10, optimizers=("Muon",), like="skewed"),
     "awake": Setting(fashion(6000, test_samples=2000), "ring", 1.0, 40, 10),
     "iid": Setting(fashion(6000, alpha=None, test_samples=2000), "ring", 1.0, 40, 10),
     "random graph": Setting(fashion(6000, agents=20, test_samples=2000), "erdos_renyi", 0.5, 60, 5),
@@ -82,6 +82,7 @@ BEST = {
         "GT": 3,
         "local": 8,
     },
+    "skewed": {"CADEN": 0, "DiNNO": 0, "D-PSGD": 0},
     "transformer": {"CADEN": 2, "DiNNO": 1, "D-PSGD": 2},
 }
 RATES = {"Muon": (0.003, 0.03), "Adam": (0.0005, 0.01), "SGD": (0.01, 0.3)}
