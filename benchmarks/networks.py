@@ -217,8 +217,10 @@ def main() -> None:
             print(f"\n{title}{'' if tuned else f' (parameters of {setting.like})'}: {setting}\n", flush=True)
             columns = "method", setting.metric, "of the mean model", "communications", "MB", "gradients", "seconds"
             print(f"| {' | '.join(columns)} | parameters |\n|{'---|' * (len(columns) + 1)}", flush=True)
-            tried = {name: [trial(name, u, setting) for u in points] for name in options.only}
-            best = {name: candidates[BEST[setting.like][name]] for name, candidates in tried.items()}
+            names = [name for name in options.only if tuned or name in BEST[setting.like]]
+            spaces = setting if tuned else SETTINGS[setting.like]
+            tried = {name: [trial(name, u, spaces) for u in points] for name in names}
+            best = {} if tuned else {name: tried[name][BEST[setting.like][name]] for name in names}
             submit = partial(pool.submit, run, setting)
             if tuned:
                 done = {

@@ -64,7 +64,7 @@ def test_plain_loops_take_the_steps_of_local_training():
 
 
 def test_shifted_images_are_read_as_the_library_reads_them():
-    """The plain loop of a Dataset sees the samples of the same batch, each shifted anew."""
+    """The plain loop of a Dataset reads the samples of the same batch; shifts do not change these images."""
     images, labels = torch.arange(60.0).view(60, 1, 1, 1).expand(60, 1, 4, 4), torch.arange(60) % 3
     dataset = _networks.Shifted(images, labels)
     problem = problems.classification(problems.cnn(1, 4, 3, hidden=4), dataset, agents=3, batch_size=8)

@@ -472,3 +472,16 @@ def test_values_with_their_graph_are_as_good_as_without():
 
     result = caden.simulate(caden.methods.caden(), Attached(), caden.graphs.ring(6), 20)
     assert float((result.x - 1).abs().max()) < 1e-6
+
+
+def test_a_method_shows_its_parameters_even_if_some_are_not_set_yet():
+    def make(step_size):
+        def init(x, round):
+            return step_size, later
+
+        if step_size > 1:
+            later = 0
+        return caden.Method(init, init, "mine")
+
+    assert make(0.5).parameters() == {"step_size": 0.5}
+    assert repr(make(2.0)) == "mine(later=0, step_size=2.0)"

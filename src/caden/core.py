@@ -9,7 +9,8 @@ messages on a wire.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -148,7 +149,7 @@ class Round(NamedTuple):
     abridged: str  # "compressed", "triggered" (sent only if they say something new), or ""
     curvature: Tensor | None  # (k,) each agent's Lipschitz constant, as estimated by the warm-up
     accuracy: float | None  # local solves may stop at this relative error (`Objective`)
-    broadcast: Callable[[Tensor], Heard]  # awake agents send their row once to all neighbours
+    broadcast: Callable[..., Heard]  # awake agents send their row once to all neighbours; keep=False: for once
     # Messages of arcs -> what each arc's owner received, and whether. Columns beyond d are sent as they are, and count
     # as bytes only. In `init` nothing is received: it is what later messages are compared with.
     exchange: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -195,6 +196,13 @@ class Verdict(NamedTuple):
     warning: str | None = None  # one line: the risk
 
 
+def _captured(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the variables that a function has from the one around it, but for those that have no value yet."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with suppress(ValueError):
+            yield name, cell.cell_contents
+
+
 class Method(NamedTuple):
     """An algorithm: two functions on a state, which is a NamedTuple whose first field is `x` (k, d).
 
@@ -220,7 +228,7 @@ class Method(NamedTuple):
     def parameters(self) -> dict[str, Any]:
         """Return the parameters that the factory was called with, as far as `init` and `step` use them."""
         functions = [f for f in (self.init, self.step) if inspect.isfunction(f)]
-        values = {k: v for f in functions for k, v in inspect.getclosurevars(f).nonlocals.items()}
+        values = {k: v for f in functions for k, v in _captured(f)}
         named = {k: v.name if isinstance(v, LocalSolver) else v for k, v in values.items()}
         return {k: v for k, v in sorted(named.items()) if isinstance(v, bool | int | float | str)}
 

@@ -53,6 +53,7 @@ class Recorder:
         self.run_dir = RunDirectory(directory) if directory is not None else None
         self._checkpoints = None if directory is None else Checkpoints(directory, run.network.transport)
         self._writes = self.run_dir if run.network.transport.rank == 0 else None
+        self._method = {"name": run.method.name, **run.method.parameters()}
 
     def load(self) -> list[Part] | None:
         """Take the directory's lock and return the parts of its newest checkpoint, if there is one."""
@@ -65,10 +66,15 @@ class Recorder:
             self.run_dir.require_unchanged(parts[0].facts)
             if parts[0].facts.get("clock") != self._clock():
                 raise CadenError(f"{self.run_dir.path} was begun with another clock, or without one.")
-            method = repr(self.run.method)
-            if (before := parts[0].facts.get("method", method)) != method:
-                warnings.warn(f"{self.run_dir.path} was begun with {before}, and goes on with {method}.", stacklevel=4)
+            self._warn_of_changes(parts[0].facts.get("method", self._method))
         return parts
+
+    def _warn_of_changes(self, before: Mapping[str, Any]) -> None:
+        """Warn if the method is not that of the checkpoint, as far as its parameters show."""
+        both = [(k, before.get(k), self._method.get(k)) for k in sorted({*before, *self._method})]
+        changes = ", ".join(f"{name} = {new!r} (was {old!r})" for name, old, new in both if new != old)
+        if changes and self._writes:
+            warnings.warn(f"{self._writes.path} goes on with a method of other parameters: {changes}.", stacklevel=5)
 
     def _clock(self) -> str | None:
         return None if self.run.timer is None else self.run.timer.clock.fingerprint()
@@ -112,7 +118,7 @@ class Recorder:
             return
         own = self.run.flatten()
         with explained(self.run_dir.path):
-            facts: dict[str, Any] = {"hosted": self.run.network.layout.hosted.tolist(), "method": repr(self.run.method)}
+            facts: dict[str, Any] = {"hosted": self.run.network.layout.hosted.tolist(), "method": self._method}
             if self.run.timer is not None:
                 facts["clock"] = self._clock()
             if self._writes:

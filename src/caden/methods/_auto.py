@@ -43,7 +43,7 @@ def curvature_of_trial(local: LocalSolver, x: Tensor, round: Round, alone: bool)
 
     The duals end as minus the gradients, and their sum is zero: they have to become as large as the gradients disagree.
     So g is the disagreement of the mean gradients at x, without the noise of the batches, and at least a hundredth of
-    the gradients. Agents that are `alone`, without a reliable first exchange of vectors, take the mean gradient itself.
+    the gradients. Agents that are `alone`, since vectors may not arrive as they were sent, take the mean gradient.
     """
     problem, zero = round.problem, torch.zeros_like(x)
     known = problem.known_curvature(x)
@@ -56,10 +56,13 @@ def curvature_of_trial(local: LocalSolver, x: Tensor, round: Round, alone: bool)
     size = row_norms(mean)
     if alone:
         return curvature_of_steps((size / way).nan_to_num(0, 0))
-    noise = torch.stack([row_norms(gradient - mean) ** 2 for gradient in gradients]).sum(0) / (TRIAL * (TRIAL - 1))
-    apart = round.broadcast(mean).disagreement() / (2 * round.degree.squeeze(1).clamp(min=1)) - noise
-    size = torch.maximum(apart.clamp(min=0).sqrt(), size / 100)
-    return curvature_of_steps(round.maximum(size) / round.maximum(way)).nan_to_num(0, 0).repeat(len(x))
+    degree = round.degree.squeeze(1)
+    noise = sum((row_norms(g - mean).square() for g in gradients), 0 * size) / (TRIAL * (TRIAL - 1))
+    noise_around = noise - round.broadcast(noise.unsqueeze(1), keep=False).laplacian().squeeze(1) / degree
+    apart = round.broadcast(mean, keep=False).disagreement() / degree - noise - noise_around
+    size = torch.maximum((apart / 2).clamp(min=0).sqrt(), size / 100)
+    largest, longest = (round.maximum(torch.where(rows.isfinite(), rows, 0)) for rows in (size, way))
+    return curvature_of_steps(largest / longest).nan_to_num(0, 0).repeat(len(x))
 
 
 def smallest(values: Tensor, round: Round) -> Tensor:

@@ -102,8 +102,9 @@ def caden(
             largest curvature found by the warm-up (without one, by a few probing gradients), and balances the residuals
             in some of the first 256 rounds. Agents agree on the numbers by max-consensus, counted from round 0 on, or,
             where messages may be lost or late, by numbers that travel with their messages. For optimizers on
-            mini-batches it follows from how far five steps lead and what their mean gradient is, and stays at this
-            value, since the noise of batches looks like disagreement.
+            mini-batches it follows from how far five steps lead and how much the agents' mean gradients disagree
+            (their size, where messages may be lost, late, compressed or triggered), and stays at this value, since
+            the noise of later batches looks like disagreement.
         mu_y: dual step, `mu_z` if None. Far above it the method diverges, although Theorem 1 of the paper asks for it.
         dual: "exact" (correct over any network) or "paper" (Algorithm 1 to the letter).
         relax: 0.5 in the paper; values up to about 0.9 are usually faster and cost nothing.
@@ -248,11 +249,10 @@ def _first_mu(
         return torch.as_tensor(mu_z, dtype=x.dtype, device=x.device), round.curvature
     curvature, tries = round.curvature, local.fresh and round.problem.stochastic
     if tries or curvature is None:
-        alone = _in_arcs(round)
-        curvature = curvature_of_trial(local, x, round, alone) if tries else smoothness(round.problem, x)
+        curvature = curvature_of_trial(local, x, round, _in_arcs(round)) if tries else smoothness(round.problem, x)
     if gossip:
         return first_penalty(curvature.unsqueeze(1).to(x.dtype), round.graph), curvature
-    # Agents with few samples have large gradients, whatever the curvature: they do not count in a trial.
+    # Agents with few samples have large gradients, whatever the curvature: alone, they do not count in a trial.
     common = smallest(curvature, round) if tries else round.maximum(curvature)
     return first_penalty(common.to(x.dtype), round.graph), curvature
 

@@ -215,7 +215,7 @@ class _Operators:
             known[channel] = torch.where(self._awake_rows, fresh, known[channel])
         return known.get(channel)
 
-    def broadcast(self, rows: Tensor) -> Heard:
+    def broadcast(self, rows: Tensor, keep: bool = True) -> Heard:
         exchange, network, copies = next(self._exchanges), self._network, self._network.shares_copies
         channel, width = f"broadcast{exchange}", rows.shape[1]
         if copies and self._delivery.model.unreliable and self._index >= 0:
@@ -231,6 +231,8 @@ class _Operators:
         self._count(self._sending, width, width * rows.element_size())
         self._travel(width * rows.element_size())
         fresh = self._transport.share_rows(rows, self._active)
+        if not keep:
+            return HeardRows(rows, fresh, fresh, self._edges)
         if network.differs_by_arc or self._some_edges_only:
             return self._hear_by_arc(channel, exchange, rows, fresh)
         sent = self._remember(channel, fresh) if network.may_sleep else fresh

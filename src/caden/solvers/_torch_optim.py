@@ -54,8 +54,11 @@ def _muon(
     return made
 
 
-def _title(optimizer: Any) -> str:
-    return optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
+def _title(value: Any) -> str:
+    """Return a number or word as it is, and the name of anything else."""
+    if value is None or isinstance(value, str | int | float | tuple | list):
+        return str(value)
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
 def _builder(optimizer: Any, options: dict[str, Any]) -> tuple[Build, bool]:
@@ -150,9 +153,9 @@ def torch_optim(
     if clip is not None:
         require_positive("clip", clip)
     local = _Optimizers(build, elementwise, carry, rate, clip)
-    shown = {**options, "carry": carry, "schedule": getattr(schedule, "__name__", schedule), "clip": clip}
+    shown = {**options, "carry": carry, "schedule": schedule, "clip": clip}
     usual = {"carry": True, "schedule": "constant", "clip": None}
-    words = [_title(optimizer), *(f"{k}={v}" for k, v in shown.items() if k not in usual or v != usual[k])]
+    words = [_title(optimizer), *(f"{k}={_title(v)}" for k, v in shown.items() if k not in usual or v != usual[k])]
     return LocalSolver(local.init, local.solve, f"torch_optim({', '.join(words)})", fresh=True)
 
 
