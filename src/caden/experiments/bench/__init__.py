@@ -1,8 +1,8 @@
 """Measure the speed of this library on this machine, as ratios of times taken alternately in one process.
 
 Absolute times mean little on shared machines. The ratio of two times taken one right after the other, repeatedly,
-depends on the code. Comparisons of whole methods first pass a gate, where the results must agree; the plain loops of networks are
-compared in the tests.
+depends on the code. Comparisons of whole methods first pass a gate, where the results must agree; the plain loops of
+networks are compared in the tests.
 """
 
 import json
