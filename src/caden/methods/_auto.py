@@ -25,7 +25,7 @@ START = 0.006  # in L / (mean degree)
 CHECKS = (6, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rounds after which mu_z may change
 BAND = (0.5, 1.7)  # it does if curvature x |primal residual| / |dual residual|, divided by its target, is outside
 LARGEST_CHANGE = 30.0
-ROUNDS_TO_ADAPT = 10
+ROUNDS_TO_ADAPT = 10  # of duals to |gradient|, or, where that is known, in twice as many to the disagreement
 TRIAL = 5  # local steps, to see how far an optimizer moves
 
 
@@ -43,14 +43,16 @@ def curvature_of_trial(local: LocalSolver, x: Tensor, round: Round, alone: bool)
 
     The duals end as minus the gradients, and their sum is zero: they have to become as large as the gradients disagree.
     So g is the disagreement of the mean gradients at x, without the noise of the batches, and at least a hundredth of
-    the gradients. Agents that are `alone`, since vectors may not arrive as they were sent, take the mean gradient.
+    the gradients. Agents that are `alone`, since vectors may not arrive as they were sent, take the mean gradient. The
+    way of a round is as much longer as a round has more steps.
     """
     problem, zero = round.problem, torch.zeros_like(x)
     known = problem.known_curvature(x)
     if known is not None:
         return known
     tried = torch.full((len(x),), TRIAL, dtype=torch.int64, device=x.device)
-    way = row_norms(local.solve(Objective(problem, zero, zero[:, :1]), x, tried, local.init(problem, x, None)).x - x)
+    end = local.solve(Objective(problem, zero, zero[:, :1]), x, tried, local.init(problem, x, None)).x
+    way = row_norms(end - x) * round.work.clamp(min=1) / TRIAL
     gradients = [problem.redraw(step).value_and_grad(x)[1] for step in range(TRIAL)]
     mean = torch.stack(gradients).mean(0)
     size = row_norms(mean)
@@ -62,7 +64,7 @@ def curvature_of_trial(local: LocalSolver, x: Tensor, round: Round, alone: bool)
     apart = round.broadcast(mean, keep=False).disagreement() / degree - noise - noise_around
     size = torch.maximum((apart / 2).clamp(min=0).sqrt(), size / 100)
     largest, longest = (round.maximum(torch.where(rows.isfinite(), rows, 0)) for rows in (size, way))
-    return curvature_of_steps(largest / longest).nan_to_num(0, 0).repeat(len(x))
+    return curvature_of_steps(largest / longest / 2).nan_to_num(0, 0).repeat(len(x))
 
 
 def smallest(values: Tensor, round: Round) -> Tensor:
