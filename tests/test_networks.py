@@ -1260,7 +1260,7 @@ def test_the_time_spent_on_reading_goes_on_after_a_resume(tmp_path):
     assert run(5, True).is_monotonic_increasing
 
 
-def test_a_run_that_goes_on_with_another_optimizer_says_so(tmp_path):
+def test_a_run_that_is_resumed_with_another_optimizer_says_so(tmp_path):
     def run(optimizer, rounds, resume):
         method = methods.dpsgd(solver=solvers.torch_optim(optimizer, lr=0.01))
         options = {"directory": tmp_path / "run", "resume": resume, "checkpoint_every": 1}
