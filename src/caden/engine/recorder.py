@@ -74,7 +74,7 @@ class Recorder:
         both = [(k, before.get(k), self._method.get(k)) for k in sorted({*before, *self._method})]
         changes = ", ".join(f"{name} = {new!r} (was {old!r})" for name, old, new in both if new != old)
         if changes and self._writes:
-            warnings.warn(f"{self._writes.path} is resumed with other parameters of its method: {changes}.", stacklevel=5)
+            warnings.warn(f"{self._writes.path} is resumed with another method: {changes}.", stacklevel=5)
 
     def _clock(self) -> str | None:
         return None if self.run.timer is None else self.run.timer.clock.fingerprint()
