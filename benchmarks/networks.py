@@ -82,7 +82,7 @@ BEST = {
         "GT": 3,
         "local": 8,
     },
-    "skewed": {"CADEN": 0, "DiNNO": 0, "D-PSGD": 0},
+    "skewed": {"CADEN": 0, "CADEN, SGD": 0, "ADAPD": 0, "DiNNO": 0, "D-PSGD": 0, "LED": 2, "K-GT": 2},
     "transformer": {"CADEN": 2, "DiNNO": 1, "D-PSGD": 2},
 }
 RATES = {"Muon": (0.003, 0.03), "Adam": (0.0005, 0.01), "SGD": (0.01, 0.3)}
