@@ -22,6 +22,7 @@ import caden
 from caden import draws, graphs, methods, problems, solvers
 from caden.engine.process import deterministic_mode
 from caden.errors import CadenError
+from caden.experiments.bench import Rounds
 from caden.methods import _auto
 from caden.problems import _module
 
@@ -1232,6 +1233,13 @@ def test_a_run_with_auto_mu_is_the_run_with_that_number():
 
     auto = run("auto")
     assert torch.equal(auto.x, run(auto.summary()["mu_z"]).x)
+
+
+def test_the_trial_of_auto_mu_leaves_nothing_in_checkpoints():
+    method = methods.caden(solver=solvers.torch_optim("SGD", lr=0.05))
+    begun = Rounds(method, make(), graphs.ring(3), participation=0.5).run
+    kept = {name for name in begun.flatten()[0] if name.startswith("network.broadcast")}
+    assert kept == {"network.broadcast0"}
 
 
 def test_auto_mu_is_small_where_agents_hold_the_same_data():
